@@ -1,0 +1,231 @@
+"""The engine's configuration: one frozen dataclass that refuses every bad value by name, before anything is taken.
+
+Importable without torch. What the words mean is in the README (window, channel, selected, deferred).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any, Literal
+
+import numpy as np
+
+from zenflow.deepspeed import read_deepspeed
+
+logger = logging.getLogger("zenflow")
+
+AUTO_TOPK_RATIO = 0.1
+AUTO_UPDATE_INTERVAL = 4
+AUTO_SELECT_STRATEGY = "step"
+AUTO_SELECT_INTERVAL = {"step": 100, "epoch": 1}
+
+
+@dataclass(frozen=True)
+class ZenFlowConfig:
+    """How the channels are divided, when each half moves, and what the worker gets.
+
+    NumPy scalars are accepted and stored as Python numbers. Raises ValueError naming the field, its value and what is
+    allowed; a name that is no field is the TypeError of any call.
+    """
+
+    topk_ratio: float | Literal["auto"] = AUTO_TOPK_RATIO
+    """k, the share of the channels of each matrix that the GPU owns: 0 if k = 0, else `max(1, round(k * channels))`."""
+
+    update_interval: int | Literal["auto"] = AUTO_UPDATE_INTERVAL
+    """U, the length of a window in steps: the deferred half moves once a window."""
+
+    select_strategy: Literal["auto", "step", "epoch"] = AUTO_SELECT_STRATEGY
+    """The unit of `select_interval`."""
+
+    select_interval: int | Literal["auto"] = AUTO_SELECT_INTERVAL["step"]
+    """Steps, or epochs, between two selections."""
+
+    steps_per_epoch: int | None = None
+    """Steps in an epoch; needed under `select_strategy: epoch` alone."""
+
+    full_warm_up_rounds: int = 0
+    """Steps at the start in which every channel moves in every step."""
+
+    overlap_step: bool = True
+    """True: a window's deferred result is visible at the end of the next window. False: at its own end."""
+
+    channel_dim: Literal["column", "row"] = "column"
+    """What a channel is in `[shape[0], prod(shape[1:])]`: an input feature (column) or an output feature (row)."""
+
+    importance: Literal["square", "magnitude"] = "square"
+    """A channel's score: the sum of its squared or of its absolute gradients."""
+
+    deferred_rule: Literal["accumulate"] = "accumulate"
+    """One AdamW update a window with the mean of the window's gradients."""
+
+    deferred_lr_scale: float | Literal["linear", "none"] = "linear"
+    """The deferred update's learning rate, times n steps (`linear`), times 1 (`none`), or times a number."""
+
+    on_reselect: Literal["migrate", "reset"] = "migrate"
+    """A channel that changes owner takes its moments and step count with it, or (ablation only) starts from zero."""
+
+    min_deferred_numel: int = 4096
+    """A parameter with fewer elements is selected whole, like one with fewer than two dimensions."""
+
+    ring_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the window's gradient sum; auto: the gradient's dtype, but float32 for float16."""
+
+    bucket_bytes: int = 64 * 2**20
+    """Bytes of weights that travel in one copy."""
+
+    max_grad_norm: float | None = None
+    """Clip the gradient's global norm to this on the device; None: no clipping."""
+
+    worker_threads: int | Literal["auto"] = "auto"
+    """Threads of the CPU optimizer; auto: one for each of its cores."""
+
+    core_binding: bool | Literal["auto"] = "auto"
+    """Give trainer and worker disjoint cores; auto: only where the parameters are on a GPU."""
+
+    pt_reserved_cores_perc: float = 0.25
+    """Share (0 to 1) of the available cores that is kept for the trainer."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            object.__setattr__(self, name, rule(name, getattr(self, name)))
+        if self.select_strategy == "epoch" and self.steps_per_epoch is None:
+            raise ValueError(
+                "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1, the steps in one epoch "
+                "(without it no selection would ever come due)"
+            )
+
+    def resolved(self) -> ZenFlowConfig:
+        """Every "auto" that is no property of the machine replaced by its fixed value, logged once a process.
+
+        `topk_ratio` 0.1, `update_interval` 4, `select_strategy` step, `select_interval` 100 steps or 1 epoch.
+        `ring_dtype`, `worker_threads` and `core_binding` stay: only the engine knows dtypes, devices and cores.
+        """
+        strategy = AUTO_SELECT_STRATEGY if self.select_strategy == "auto" else self.select_strategy
+        values = {
+            "topk_ratio": AUTO_TOPK_RATIO,
+            "update_interval": AUTO_UPDATE_INTERVAL,
+            "select_strategy": strategy,
+            "select_interval": AUTO_SELECT_INTERVAL[strategy],
+        }
+        chosen = {name: value for name, value in values.items() if getattr(self, name) == "auto"}
+        if chosen:
+            _log_once("auto: " + ", ".join(f"{name} = {value}" for name, value in chosen.items()))
+        return replace(self, **chosen)
+
+    @property
+    def select_interval_steps(self) -> int:
+        """Steps between two selections, whatever the unit of `select_interval`, every "auto" resolved."""
+        config = self.resolved()
+        assert isinstance(config.select_interval, int)
+        if config.select_strategy == "step":
+            return config.select_interval
+        assert config.steps_per_epoch is not None
+        return config.select_interval * config.steps_per_epoch
+
+    @classmethod
+    def from_deepspeed(cls, source: str | PathLike[str] | Mapping[str, Any], **overrides: Any) -> ZenFlowConfig:
+        """Read a DeepSpeed configuration (a JSON file's path, or the dictionary) with a `zenflow` block.
+
+        Keys that the block leaves out take DeepSpeed's defaults, not ours; `overrides` are fields of this class and win
+        over the file, for what DeepSpeed learns at run time (`steps_per_epoch=len(loader)`) or cannot say
+        (`deferred_lr_scale`). Raises ValueError for a file that is no JSON, has no `zenflow` block, or has an
+        unsupported key in it.
+        """
+        return cls(**(read_deepspeed(source, overrides) | overrides))
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)
+
+
+def _refuse(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _integer(low: int, *words: str | None):
+    allowed = _either(f"an integer >= {low}", *words)
+
+    def rule(name: str, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            if value in words:
+                return value
+        elif isinstance(value, Integral) and not isinstance(value, bool) and value >= low:
+            return int(value)
+        raise _refuse(name, value, allowed)
+
+    return rule
+
+
+def _number(what: str, within: Callable[[Any], bool], *words: str | None):
+    allowed = _either(what, *words)
+
+    def rule(name: str, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            if value in words:
+                return value
+        elif isinstance(value, Real) and not isinstance(value, bool) and within(value):
+            return float(value)
+        raise _refuse(name, value, allowed)
+
+    return rule
+
+
+def _word(*words: str):
+    allowed = _either(*words)
+
+    def rule(name: str, value: Any) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        raise _refuse(name, value, allowed)
+
+    return rule
+
+
+def _switch(*words: str):
+    allowed = _either("True", "False", *words)
+
+    def rule(name: str, value: Any) -> Any:
+        if isinstance(value, (bool, np.bool_)):
+            return bool(value)
+        if isinstance(value, str) and value in words:
+            return value
+        raise _refuse(name, value, allowed)
+
+    return rule
+
+
+def _either(*choices: str | None) -> str:
+    return " or ".join(str(choice) for choice in choices)
+
+
+_SHARE = "a number from 0 to 1", lambda value: 0 <= value <= 1
+_POSITIVE = "a finite number > 0", lambda value: 0 < value <= sys.float_info.max
+_RULES = {
+    "topk_ratio": _number(*_SHARE, "auto"),
+    "update_interval": _integer(1, "auto"),
+    "select_strategy": _word("auto", "step", "epoch"),
+    "select_interval": _integer(1, "auto"),
+    "steps_per_epoch": _integer(1, None),
+    "full_warm_up_rounds": _integer(0),
+    "overlap_step": _switch(),
+    "channel_dim": _word("column", "row"),
+    "importance": _word("square", "magnitude"),
+    "deferred_rule": _word("accumulate"),
+    "deferred_lr_scale": _number(*_POSITIVE, "linear", "none"),
+    "on_reselect": _word("migrate", "reset"),
+    "min_deferred_numel": _integer(0),
+    "ring_dtype": _word("auto", "float32", "bfloat16"),
+    "bucket_bytes": _integer(1),
+    "max_grad_norm": _number(*_POSITIVE, None),
+    "worker_threads": _integer(1, "auto"),
+    "core_binding": _switch("auto"),
+    "pt_reserved_cores_perc": _number(*_SHARE),
+}
+assert _RULES.keys() == {field.name for field in fields(ZenFlowConfig)}
