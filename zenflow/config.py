@@ -6,8 +6,9 @@ Importable without torch. What the words mean is in the README (window, channel,
 from __future__ import annotations
 
 import logging
-import sys
+import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from numbers import Integral, Real
@@ -96,8 +97,8 @@ class ZenFlowConfig:
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         if self.select_strategy == "epoch" and self.steps_per_epoch is None:
             raise ValueError(
-                "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1, the steps in one epoch "
-                "(without it no selection would ever come due)"
+                "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1 (without the length of "
+                "an epoch no selection would ever come due)"
             )
 
     def resolved(self) -> ZenFlowConfig:
@@ -163,15 +164,18 @@ def _integer(low: int, *words: str | None):
     return rule
 
 
-def _number(what: str, within: Callable[[Any], bool], *words: str | None):
+def _number(what: str, within: Callable[[float], bool], *words: str | None):
     allowed = _either(what, *words)
 
     def rule(name: str, value: Any) -> Any:
         if value is None or isinstance(value, str):
             if value in words:
                 return value
-        elif isinstance(value, Real) and not isinstance(value, bool) and within(value):
-            return float(value)
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                number = float(value)
+                if within(number):
+                    return number
         raise _refuse(name, value, allowed)
 
     return rule
@@ -206,7 +210,7 @@ def _either(*choices: str | None) -> str:
 
 
 _SHARE = "a number from 0 to 1", lambda value: 0 <= value <= 1
-_POSITIVE = "a finite number > 0", lambda value: 0 < value <= sys.float_info.max
+_POSITIVE = "a finite number > 0", lambda value: 0 < value < math.inf
 _RULES = {
     "topk_ratio": _number(*_SHARE, "auto"),
     "update_interval": _integer(1, "auto"),

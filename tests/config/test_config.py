@@ -1,0 +1,159 @@
+"""ZenFlowConfig: the documented defaults, every bad value refused by name (A8), intervals (A4), "auto" (F10)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from zenflow import config as config_module
+from zenflow.config import ZenFlowConfig
+
+NAN, INF = math.nan, math.inf
+
+BAD = {
+    "topk_ratio": [-0.1, 1.5, NAN, INF, -INF, True, "0.1", "Auto", None, [0.1], 1 + 0j, np.float64(-1e-9), np.nan],
+    "update_interval": [0, -1, 2.5, 4.0, True, NAN, "4", "AUTO", None, np.int64(0), np.float32(2), np.bool_(True)],
+    "select_strategy": ["steps", "", None, 1, True, ["step"]],
+    "select_interval": [0, -3, 1.5, True, "eight", None, NAN],
+    "steps_per_epoch": [0, -1, 7.5, True, "auto", NAN],
+    "full_warm_up_rounds": [-1, 0.5, True, "auto", None, NAN],
+    "overlap_step": ["true", "auto", 1, 0, None, 0.0],
+    "channel_dim": ["columns", 0, 1, None, True],
+    "importance": ["squared", "abs", None, 2],
+    "deferred_rule": ["replay", None, True],
+    "deferred_lr_scale": [0, 0.0, -1, NAN, INF, True, "sqrt", None, "2.0"],
+    "on_reselect": ["keep", None, False],
+    "min_deferred_numel": [-1, 4096.0, True, "auto", None],
+    "ring_dtype": ["float16", "fp32", None, np.float32, 32],
+    "bucket_bytes": [0, -1, 0.5, True, "auto", None],
+    "max_grad_norm": [0, 0.0, -1.0, NAN, INF, True, "auto", 10**400],
+    "worker_threads": [0, -2, 1.0, True, "all", None],
+    "core_binding": ["yes", 1, 0, None],
+    "pt_reserved_cores_perc": [-0.01, 1.01, NAN, True, "auto", None],
+}
+
+GOOD = {
+    "topk_ratio": [0, 1, 0.0, 1.0, 0.05, "auto", np.float32(0.5), np.int64(1)],
+    "update_interval": [1, 4, "auto", np.int32(16), 10**6],
+    "select_strategy": ["auto", "step"],
+    "select_interval": [1, 100, "auto", np.uint8(8)],
+    "steps_per_epoch": [None, 1, np.int64(1000)],
+    "full_warm_up_rounds": [0, 10, np.int16(3)],
+    "overlap_step": [True, False, np.bool_(False)],
+    "channel_dim": ["column", "row"],
+    "importance": ["square", "magnitude"],
+    "deferred_rule": ["accumulate"],
+    "deferred_lr_scale": ["linear", "none", 2, 0.5, np.float64(1.5)],
+    "on_reselect": ["migrate", "reset"],
+    "min_deferred_numel": [0, 1, np.int64(4096)],
+    "ring_dtype": ["auto", "float32", "bfloat16"],
+    "bucket_bytes": [1, 2**40],
+    "max_grad_norm": [None, 1, 1e-3, np.float32(0.5)],
+    "worker_threads": ["auto", 1, 64],
+    "core_binding": ["auto", True, False],
+    "pt_reserved_cores_perc": [0, 0.25, 1],
+}
+
+
+def pairs(table: dict[str, list]) -> list:
+    return [pytest.param(name, value, id=f"{name}-{value!r:.24}") for name, values in table.items() for value in values]
+
+
+def test_tables_cover_every_field():
+    names = [field.name for field in dataclasses.fields(ZenFlowConfig)]
+    assert list(BAD) == names
+    assert list(GOOD) == names
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(BAD))
+def test_bad_value_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is .*; allowed: .+") as caught:
+        ZenFlowConfig(**{name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(GOOD))
+def test_good_value_is_kept_as_a_python_value(name, value):
+    kept = getattr(ZenFlowConfig(**{name: value}), name)
+    assert kept == value
+    assert type(kept) in (int, float, bool, str, type(None))
+
+
+def test_defaults_are_the_documented_ones():
+    assert dataclasses.asdict(ZenFlowConfig()) == {
+        "topk_ratio": 0.1,
+        "update_interval": 4,
+        "select_strategy": "step",
+        "select_interval": 100,
+        "steps_per_epoch": None,
+        "full_warm_up_rounds": 0,
+        "overlap_step": True,
+        "channel_dim": "column",
+        "importance": "square",
+        "deferred_rule": "accumulate",
+        "deferred_lr_scale": "linear",
+        "on_reselect": "migrate",
+        "min_deferred_numel": 4096,
+        "ring_dtype": "auto",
+        "bucket_bytes": 67108864,
+        "max_grad_norm": None,
+        "worker_threads": "auto",
+        "core_binding": "auto",
+        "pt_reserved_cores_perc": 0.25,
+    }
+
+
+def test_unknown_field_is_named():
+    with pytest.raises(TypeError, match="topk"):
+        ZenFlowConfig(topk=0.1)
+
+
+def test_config_cannot_be_changed_afterwards():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ZenFlowConfig().update_interval = 8
+
+
+def test_epochs_without_a_length_are_an_error():
+    """A4: an epoch of unknown length once meant that selection silently never repeated."""
+    with pytest.raises(ValueError, match="steps_per_epoch is None; allowed: an integer >= 1"):
+        ZenFlowConfig(select_strategy="epoch", select_interval=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, 100),
+        ({"select_interval": 8}, 8),
+        ({"select_strategy": "auto"}, 100),
+        ({"select_strategy": "auto", "select_interval": "auto"}, 100),
+        ({"select_strategy": "epoch", "select_interval": 2, "steps_per_epoch": 37}, 74),
+        ({"select_strategy": "epoch", "select_interval": "auto", "steps_per_epoch": 37}, 37),
+        ({"select_strategy": "step", "select_interval": 8, "steps_per_epoch": 37}, 8),
+    ],
+    ids=["default", "steps", "auto-unit", "all-auto", "epochs", "auto-epochs", "length-unused"],
+)
+def test_select_interval_in_steps(fields, steps):
+    assert ZenFlowConfig(**fields).select_interval_steps == steps
+
+
+def test_auto_resolves_to_fixed_numbers_logged_once(caplog):
+    """F10: what is logged afterwards is a number."""
+    config_module._log_once.cache_clear()
+    auto = ZenFlowConfig(topk_ratio="auto", update_interval="auto", select_strategy="auto", select_interval="auto")
+    with caplog.at_level(logging.INFO, logger="zenflow"):
+        first, second = auto.resolved(), auto.resolved()
+    assert first == second == ZenFlowConfig()
+    assert caplog.messages == [
+        "auto: topk_ratio = 0.1, update_interval = 4, select_strategy = step, select_interval = 100"
+    ]
+
+
+def test_properties_of_the_machine_stay_auto(caplog):
+    with caplog.at_level(logging.INFO, logger="zenflow"):
+        config = ZenFlowConfig(ring_dtype="auto", worker_threads="auto", core_binding="auto").resolved()
+    assert (config.ring_dtype, config.worker_threads, config.core_binding) == ("auto", "auto", "auto")
+    assert not caplog.messages
