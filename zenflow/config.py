@@ -97,8 +97,8 @@ class ZenFlowConfig:
             object.__setattr__(self, name, rule(name, getattr(self, name)))
         if self.select_strategy == "epoch" and self.steps_per_epoch is None:
             raise ValueError(
-                "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1 (without the length of "
-                "an epoch no selection would ever come due)"
+                "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1 (without it no "
+                "selection would ever come due)"
             )
 
     def resolved(self) -> ZenFlowConfig:
