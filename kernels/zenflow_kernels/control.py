@@ -1,0 +1,65 @@
+"""What a step decides on the device: skip or not, clip factor, loss scale, and what each parameter does.
+
+Written by `norm.close_step`, read by `fused_step`; the window's log travels to the worker behind the gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD = 0, 1, 2
+LOG_WORDS = 4  # int32 words a step in the window's log
+
+
+@dataclass(frozen=True)
+class StepControl:
+    """Device tensors that outlive the step; their addresses never change.
+
+    `window_log` int32 `[4 * max_steps + 4]`: words 0 and 1 are the window's number (low, high), then four words a step
+    (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), and the last two words repeat the number.
+    """
+
+    window_log: Tensor
+    finite: Tensor  # int32 [1]: 1 if this step counts
+    clip: Tensor  # fp32 [1]
+    inv_scale: Tensor  # fp32 [1]
+    norm: Tensor  # fp32 [1]: norm of the unscaled gradient before clipping
+    skipped: Tensor  # int64 [1]: steps skipped so far
+    count: Tensor  # int32 [P]: steps of this window that were present and finite
+    fold: Tensor  # int32 [P]: FOLD_NONE, FOLD_OVERWRITE or FOLD_ADD in this step
+    advance: Tensor  # int32 [P]: AdamW updates since an entry's `start` was written
+
+    @classmethod
+    def create(cls, n_params: int, max_steps: int, device: torch.device | str) -> StepControl:
+        """Zeroed control of `n_params` parameters and windows of at most `max_steps` steps."""
+        if n_params < 0 or max_steps < 1:
+            raise ValueError(f"StepControl needs n_params >= 0 and max_steps >= 1, got {n_params} and {max_steps}")
+
+        def zeros(length: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(length, dtype=dtype, device=device)
+
+        return cls(
+            window_log=zeros(LOG_WORDS * max_steps + 4, torch.int32),
+            finite=zeros(1, torch.int32),
+            clip=zeros(1, torch.float32),
+            inv_scale=zeros(1, torch.float32),
+            norm=zeros(1, torch.float32),
+            skipped=zeros(1, torch.int64),
+            count=zeros(n_params, torch.int32),
+            fold=zeros(n_params, torch.int32),
+            advance=zeros(n_params, torch.int32),
+        )
+
+    @property
+    def max_steps(self) -> int:
+        return (self.window_log.numel() - 4) // LOG_WORDS
+
+    def stamp(self, window: int) -> None:
+        """Write the window's number at both ends of the log, in stream order and without waiting."""
+        for word, value in enumerate((window & 0xFFFFFFFF, window >> 32)):
+            signed = value - (1 << 32) if value >= 1 << 31 else value
+            self.window_log[word].fill_(signed)
+            self.window_log[word - 2].fill_(signed)

@@ -1,0 +1,256 @@
+"""The parameters of one device and dtype, described in a table on the device so that one launch serves them all.
+
+A kernel's program number leads through `tile_entry` to an entry, and the entry's row in `fields` to its pointers and
+geometry. Pointers of state are written once; gradients get new addresses every step, so theirs are uploaded by `bind`.
+
+A *step tile* is a block of whole rows, or a part of one row where a row is longer than a tile; a *norm tile* is a
+range of a parameter's elements. Both depend on the parameter alone, never on its neighbours or on buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zenflow_kernels.dispatch import FLOAT_DTYPES
+
+KINDS = {"column": 0, "row": 1, "whole": 2}
+FIELDS = (
+    "weight master exp_avg exp_avg_sq start slot channel accumulator rows cols selected group tile_rows parts step_tile norm_tile"
+).split()
+
+STEP_TILE = 32768  # elements: its gradient and weights stay in L1 and L2 between the fold and the update
+NORM_TILE = 32768  # elements a partial sum
+ALIGN_BYTES = 16  # of every pointer and row, for vector loads and stores
+WIDEST_BLOCK = 512  # columns of the blocks a tile is walked in
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter matrix and its state on the device; all addresses are fixed, the contents change in place.
+
+    Until the first selection `slot` is -1 throughout, and the compact state is neither read nor written.
+    """
+
+    weight: Tensor  # [rows, cols] contiguous view of the parameter
+    kind: str  # "column" | "row" | "whole"
+    group: int  # row of the hyperparameter and bias tables
+    master: Tensor  # fp32: column [rows, n], row [n, cols], whole [rows, cols]
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    start: Tensor  # int32 [n] (whole: [1]): t of each selected channel when its advance count was 0
+    slot: Tensor | None  # int32 [channels]: position in the compact state, each once, -1 = deferred; None for whole
+    accumulator: Tensor | None  # [rows, cols] fp32 or bf16; None for whole
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def axis(self) -> int:
+        """The dimension along which channels are numbered."""
+        return 1 if self.kind == "column" else 0
+
+    @property
+    def channels(self) -> int:
+        return {"column": self.shape[1], "row": self.shape[0], "whole": 1}[self.kind]
+
+    @property
+    def selected(self) -> int:
+        """Number of channels in the compact state; a parameter selected whole is one channel."""
+        return self.start.numel()
+
+    def compact_shape(self) -> tuple[int, int]:
+        rows, cols = self.shape
+        return {"column": (rows, self.selected), "row": (self.selected, cols), "whole": (rows, cols)}[self.kind]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Entries that one launch serves: the same kind, block shape and alignment."""
+
+    kind: str
+    block_cols: int
+    even: bool  # every row starts on an ALIGN_BYTES boundary
+    entries: tuple[int, ...]
+    tile_entry: Tensor  # int32 [tiles]
+
+
+class Table:
+    """Entries that share device, weight dtype and accumulator dtype, in the order of `StepControl`'s arrays from `first`.
+
+    Raises ValueError naming the entry and the tensor where a shape, dtype, device or layout is not what `Entry` says.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], first: int, *, step_tile: int = STEP_TILE, norm_tile: int = NORM_TILE
+    ) -> None:
+        self.entries, self.first, self.norm_tile, self.step_tile = tuple(entries), first, norm_tile, step_tile
+        _check_entries(self.entries)
+        self.device = self.entries[0].weight.device if self.entries else torch.device("cpu")
+        self.weight_dtype = self.entries[0].weight.dtype if self.entries else torch.float32
+        deferred = [entry.accumulator for entry in self.entries if entry.accumulator is not None]
+        self.accumulator_dtype = deferred[0].dtype if deferred else torch.float32
+        self.grads: list[Tensor | None] = [None] * len(self.entries)
+        self.grads_aligned = True
+
+        self._tiles = [_step_tiles(entry, step_tile) for entry in self.entries]
+        self._norm_tiles = [-(-entry.weight.numel() // norm_tile) for entry in self.entries]
+        self.n_partials = sum(self._norm_tiles)
+        # Channel of each selected position, derived from `slot` by the kernels at every step.
+        self.channel = self._empty(sum(entry.selected for entry in self.entries if entry.slot is not None), torch.int32)
+        self.channel_tile_entry, channel_tiles = self._channel_tiles()
+        self.norm_tile_entry = self._to_device(_repeat(range(len(self.entries)), self._norm_tiles), torch.int32)
+        self.launches = self._plan_launches()
+        self.fields = self._to_device(self._field_rows(), torch.int64).view(len(self.entries), len(FIELDS))
+        self.channel_tile = self._to_device(channel_tiles, torch.int64)
+        self.grad_ptrs = torch.zeros(len(self.entries), dtype=torch.int64, device=self.device)
+
+    def bind(self, grads: Sequence[Tensor | None]) -> None:
+        """Take this step's gradients, one an entry: contiguous, the weight's shape (any view of it), dtype and device.
+
+        None means absent. On CUDA the addresses are copied in stream order without waiting, from pinned memory that
+        torch's allocator holds until the copy is done. Raises ValueError for a gradient of another kind.
+        """
+        if len(grads) != len(self.entries):
+            raise ValueError(f"bind needs one gradient an entry: {len(self.entries)}, got {len(grads)}")
+        addresses = []
+        for number, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):
+            if grad is None:
+                addresses.append(0)
+                continue
+            weight = entry.weight
+            if grad.dtype != weight.dtype or grad.device != weight.device or grad.numel() != weight.numel():
+                raise ValueError(
+                    f"gradient {number} must have {weight.numel()} elements of {weight.dtype} on {weight.device}, "
+                    f"got {tuple(grad.shape)} of {grad.dtype} on {grad.device}"
+                )
+            if not grad.is_contiguous():
+                raise ValueError(f"gradient {number} must be contiguous, got strides {grad.stride()}")
+            addresses.append(grad.data_ptr())
+        self.grads = list(grads)
+        self.grads_aligned = not any(address % ALIGN_BYTES for address in addresses)
+        staged = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.grad_ptrs.copy_(staged, non_blocking=True)
+
+    def grad(self, number: int) -> Tensor | None:
+        """The bound gradient of one entry as `[rows, cols]`."""
+        grad = self.grads[number]
+        return None if grad is None else grad.view(self.entries[number].shape)
+
+    def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(length, dtype=dtype, device=self.device)
+
+    def _to_device(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device)
+
+    def _channel_tiles(self) -> tuple[Tensor, list[int]]:
+        counts = [0 if entry.slot is None else -(-entry.channels // CHANNEL_TILE) for entry in self.entries]
+        return self._to_device(_repeat(range(len(counts)), counts), torch.int32), _before(counts)
+
+    def _plan_launches(self) -> list[Launch]:
+        classes: dict[tuple[str, int, bool], list[int]] = {}
+        for number, entry in enumerate(self.entries):
+            if self._tiles[number][2]:
+                classes.setdefault(_launch_class(entry), []).append(number)
+        launches = []
+        for (kind, block_cols, even), numbers in classes.items():
+            tiles = _repeat(numbers, [self._tiles[number][2] for number in numbers])
+            launches.append(Launch(kind, block_cols, even, tuple(numbers), self._to_device(tiles, torch.int32)))
+        return launches
+
+    def _field_rows(self) -> list[int]:
+        step_tile = [0] * len(self.entries)
+        for launch in self.launches:
+            firsts = _before([self._tiles[number][2] for number in launch.entries])
+            for number, tile in zip(launch.entries, firsts, strict=True):
+                step_tile[number] = tile
+        norm_tile, values = _before(self._norm_tiles), []
+        channel = _before([0 if entry.slot is None else entry.selected for entry in self.entries])
+        for number, entry in enumerate(self.entries):
+            tile_rows, parts, _ = self._tiles[number]
+            pointers = (entry.weight, entry.master, entry.exp_avg, entry.exp_avg_sq, entry.start, entry.slot)
+            values += [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
+            values += [self.channel.data_ptr() + 4 * channel[number]]
+            values += [0 if entry.accumulator is None else entry.accumulator.data_ptr()]
+            values += [*entry.shape, entry.selected, entry.group, tile_rows, parts]
+            values += [step_tile[number], norm_tile[number]]
+        return values
+
+
+CHANNEL_TILE = 1024  # channels that one program inverts
+
+
+def _repeat(numbers: Sequence[int], counts: Sequence[int]) -> list[int]:
+    return [number for number, count in zip(numbers, counts, strict=True) for _ in range(count)]
+
+
+def _before(counts: Sequence[int]) -> list[int]:
+    """Exclusive running sum."""
+    return list(accumulate(counts, initial=0))[: len(counts)]
+
+
+def _step_tiles(entry: Entry, tile: int) -> tuple[int, int, int]:
+    """Rows of a tile, parts of a row, number of tiles. A parameter selected whole is one long row."""
+    rows, cols = entry.shape if entry.kind != "whole" else (min(1, entry.weight.numel()), entry.weight.numel())
+    if rows == 0 or cols == 0:
+        return 1, 1, 0
+    tile_rows, parts = max(1, tile // cols), -(-cols // tile)
+    return tile_rows, parts, -(-rows // tile_rows) * parts
+
+
+def _launch_class(entry: Entry) -> tuple[str, int, bool]:
+    cols = entry.shape[1]
+    widths = [8, 32, 128, WIDEST_BLOCK]
+    block_cols = WIDEST_BLOCK if entry.kind == "whole" else next((w for w in widths if w >= cols), WIDEST_BLOCK)
+    tensors = (entry.weight, entry.accumulator)
+    even = all(tensor is None or tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors)
+    even = even and (entry.kind == "whole" or cols * entry.weight.element_size() % ALIGN_BYTES == 0)
+    return entry.kind, block_cols, even
+
+
+def _check_entries(entries: Sequence[Entry]) -> None:
+    for number, entry in enumerate(entries):
+        if entry.kind not in KINDS:
+            raise ValueError(f"entry {number}: kind must be one of {list(KINDS)}, got {entry.kind!r}")
+        if entry.weight.dim() != 2 or entry.weight.dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"entry {number}: weight must be [rows, cols] of {FLOAT_DTYPES}, got {tuple(entry.weight.shape)} of "
+                f"{entry.weight.dtype}"
+            )
+        if (entry.kind == "whole") != (entry.slot is None) or (entry.kind == "whole") != (entry.accumulator is None):
+            raise ValueError(f"entry {number}: slot and accumulator belong to column and row entries, and only to them")
+        if entry.kind == "whole" and entry.selected != 1:
+            raise ValueError(f"entry {number}: a whole parameter has one start, got {entry.selected}")
+        compact = entry.compact_shape()
+        expected = {
+            "master": (compact, (torch.float32,)),
+            "exp_avg": (compact, (torch.float32,)),
+            "exp_avg_sq": (compact, (torch.float32,)),
+            "start": ((entry.selected,), (torch.int32,)),
+            "slot": ((entry.channels,), (torch.int32,)),
+            "accumulator": (entry.shape, (torch.float32, torch.bfloat16)),
+            "weight": (entry.shape, (entries[0].weight.dtype,)),
+        }
+        for name, (shape, dtypes) in expected.items():
+            _check_tensor(f"entry {number}: {name}", getattr(entry, name), shape, dtypes, entries[0].weight.device)
+    accumulators = {entry.accumulator.dtype for entry in entries if entry.accumulator is not None}
+    if len(accumulators) > 1:
+        raise ValueError(f"the entries of a table share one accumulator dtype, got {accumulators}")
+
+
+def _check_tensor(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor is None:
+        return
+    good = tuple(tensor.shape) == shape and tensor.dtype in dtypes and tensor.device == device
+    if not good or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {shape} of {dtypes} on {device}, got {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} of {tensor.dtype} on {tensor.device}"
+        )
