@@ -1,0 +1,131 @@
+"""What the optimizer is given, checked by name: parameters at construction, gradients and weights at every step.
+
+Weights may be changed from outside at any time (`load_state_dict`, an EMA swap, surgery on a row). In-place changes
+bump autograd's version of the Parameter, which the pipeline's own writes never do; then the masters follow the weights
+wherever their bits differ from what the optimizer last wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from zenflow_kernels.gather import gather_channels
+
+from zenflow.storage import DTYPE_NAMES, Newcomer, ParamRecord
+
+if TYPE_CHECKING:
+    from zenflow.pipeline import Pipeline
+
+logger = logging.getLogger("zenflow")
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def check_parameters(newcomers: Sequence[Newcomer], device: torch.device) -> None:
+    """Refuse by name what cannot be trained: foreign device, sparse, complex or non-float, overlapping memory."""
+    for newcomer in newcomers:
+        param, name = newcomer.param, newcomer.name
+        if param.layout != torch.strided:
+            raise ValueError(f"{name} is sparse ({param.layout}); ZenFlow takes dense parameters only")
+        if param.dtype not in DTYPE_NAMES:
+            allowed = ", ".join(sorted(DTYPE_NAMES.values()))
+            raise ValueError(f"{name} has dtype {param.dtype}; allowed are {allowed}")
+        if param.device != device:
+            raise ValueError(f"{name} is on {param.device}, the first parameter on {device}; all must be on one device")
+    _check_overlap(newcomers)
+
+
+def _check_overlap(newcomers: Sequence[Newcomer]) -> None:
+    spans = []
+    for newcomer in newcomers:
+        param = newcomer.param
+        if param.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((param.data_ptr(), param.data_ptr() + extent * param.element_size(), newcomer))
+            if extent < param.numel():
+                raise ValueError(f"{newcomer.name} is an expanded view of shape {tuple(param.shape)}; give it its own memory")
+    spans.sort(key=lambda span: span[0])
+    for (_, stop, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+        if start < stop:
+            raise ValueError(
+                f"{one.name} and {other.name} are distinct Parameters over the same memory; "
+                "pass one Parameter for tied weights, or give each its own storage"
+            )
+
+
+def usable_gradient(record: ParamRecord) -> Tensor | None:
+    """The gradient as the kernels read it (dense, contiguous, the weight's dtype), or None if there is none."""
+    param = record.param
+    grad = param.grad
+    if grad is None or not param.requires_grad:
+        return None
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
+    if grad.dtype != record.weight.dtype or grad.device != record.weight.device:
+        raise RuntimeError(
+            f"{record.name} has a gradient of {grad.dtype} on {grad.device}; "
+            f"allowed is {record.weight.dtype} on {record.weight.device}"
+        )
+    return grad if grad.is_contiguous() else grad.contiguous()
+
+
+def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
+    """Bring masters and flat storage in line with weights that somebody else has written, replaced or moved.
+
+    `force` compares every parameter, for edits that autograd cannot see (`.data`). RuntimeError names a parameter that
+    changed dtype, device or shape.
+    """
+    for record in pipeline.records:
+        param = record.param
+        moved = param.data_ptr() != record.weight.data_ptr() or param.dtype != record.weight.dtype
+        if moved:
+            _move_back(record)
+        if moved or force or param._version != record.version:
+            _follow_weights(pipeline, record)
+            record.version = param._version
+
+
+def _move_back(record: ParamRecord) -> None:
+    param, weight = record.param, record.weight
+    if param.dtype != weight.dtype or param.device != weight.device or param.numel() != weight.numel():
+        raise RuntimeError(
+            f"{record.name} was {weight.dtype} on {weight.device} with {weight.numel()} elements when the optimizer "
+            f"was built and is now {param.dtype} on {param.device} with {param.numel()}; "
+            "build the optimizer after such changes"
+        )
+    with torch.no_grad():
+        weight.view(param.shape).copy_(param.data)
+        param.data = weight.view(param.shape)
+
+
+def _follow_weights(pipeline: Pipeline, record: ParamRecord) -> None:
+    pipeline.wait_for_worker()
+    if record.kind == "whole":
+        _follow(record.master, record.weight)
+        return
+    if record.selected.numel():
+        index = record.selected.to(record.weight.device)
+        _follow(record.master, gather_channels(record.weight, index, record.kind, validate=False))
+    master, weight = record.host[0], record.weight.cpu()
+    if any(storage is record.storage for storage, _, _ in pipeline.pending):
+        if not torch.equal(bits(weight), bits(record.host_shadow)):
+            logger.warning("%s was changed while a deferred result was on its way; that result is dropped", record.name)
+        master.copy_(weight)
+        record.host_shadow.copy_(weight)
+    else:
+        _follow(master, weight)
+
+
+def _follow(master: Tensor, weight: Tensor) -> None:
+    """master := weight where the weight is not the rounded master, bit for bit."""
+    changed = bits(master.to(weight.dtype)) != bits(weight)
+    master.copy_(torch.where(changed, weight.to(torch.float32), master))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN and signed zeros compare as what they are."""
+    return tensor.view(_BITS[tensor.element_size()])

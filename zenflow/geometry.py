@@ -1,0 +1,128 @@
+"""Where every deferred element lives: matrices, pieces, buckets and segments.
+
+A *segment* is one device and dtype: one flat storage of `numel` elements for the weights, one for the accumulator, and
+in shared memory a ring, a shadow and the worker's state of the same geometry. Its matrices lie in it one after another,
+in reverse registration order, each start aligned. A *bucket* is a contiguous range of the flat storage, the unit that
+is copied and handed to the worker; a matrix larger than a bucket is cut between rows, so a bucket holds *pieces*.
+
+Plain data, picklable, importable without torch: the worker receives it over a pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGN_BYTES = 256
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One deferred parameter seen as `[rows, cols]`; its channels are its columns or its rows."""
+
+    rows: int
+    cols: int
+    channel_dim: str  # "column" | "row"
+    offset: int  # first element in the flat storage
+    step_offset: int  # first entry in the segment's per-channel step counts
+    group: int  # index of its param group
+
+    @property
+    def channels(self) -> int:
+        return self.cols if self.channel_dim == "column" else self.rows
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `[row_start, row_stop)` of one matrix, contiguous from `offset` in the flat storage."""
+
+    matrix: int  # index in Segment.matrices
+    row_start: int
+    row_stop: int
+    offset: int
+    last: bool  # ends the matrix: its step counts advance when this piece has been updated
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements `[start, stop)` of the flat storage (padding between matrices included)."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """All deferred matrices of one device and dtype, and the order in which their buckets travel."""
+
+    index: int
+    numel: int
+    weight_dtype: str  # "float32" | "bfloat16" | "float16"
+    ring_dtype: str  # "float32" | "bfloat16"
+    max_steps: int  # the longest window, in steps
+    n_groups: int  # param groups that exist when the segment is laid out
+    matrices: tuple[Matrix, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def n_channels(self) -> int:
+        """Entries of the per-channel step counts, all matrices together."""
+        return sum(matrix.channels for matrix in self.matrices)
+
+
+def lay_out(
+    index: int,
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    channel_dim: str,
+    weight_dtype: str,
+    ring_dtype: str,
+    max_steps: int,
+    n_groups: int,
+    bucket_bytes: int,
+) -> Segment:
+    """Place matrices `(rows, cols, group)`, given in the order in which they shall travel, in a new segment.
+
+    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger.
+    """
+    item = ITEM_BYTES[weight_dtype]
+    align, capacity = ALIGN_BYTES // item, max(1, bucket_bytes // item)
+    matrices: list[Matrix] = []
+    pieces: list[Piece] = []
+    offset = step_offset = 0
+    for number, (rows, cols, group) in enumerate(shapes):
+        matrix = Matrix(rows, cols, channel_dim, offset, step_offset, group)
+        matrices.append(matrix)
+        rows_per_piece = max(1, capacity // cols)
+        for row in range(0, rows, rows_per_piece):
+            stop = min(rows, row + rows_per_piece)
+            pieces.append(Piece(number, row, stop, offset + row * cols, stop == rows))
+        step_offset += matrix.channels
+        offset += -(-matrix.numel // align) * align
+    return Segment(
+        index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), _pack(matrices, pieces, capacity)
+    )
+
+
+def _pack(matrices: list[Matrix], pieces: list[Piece], capacity: int) -> tuple[Bucket, ...]:
+    buckets: list[Bucket] = []
+    held: list[Piece] = []
+
+    def stop_of(piece: Piece) -> int:
+        return piece.offset + (piece.row_stop - piece.row_start) * matrices[piece.matrix].cols
+
+    for piece in pieces:
+        if held and stop_of(piece) - held[0].offset > capacity:
+            buckets.append(Bucket(len(buckets), held[0].offset, stop_of(held[-1]), tuple(held)))
+            held = []
+        held.append(piece)
+    if held:
+        buckets.append(Bucket(len(buckets), held[0].offset, stop_of(held[-1]), tuple(held)))
+    return tuple(buckets)

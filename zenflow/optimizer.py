@@ -1,0 +1,257 @@
+"""`ZenFlow`, a `torch.optim.Optimizer`: AdamW whose important channels move every step on the GPU and whose other
+channels are updated by a CPU process while the GPU goes on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow import checkpoint
+from zenflow.checks import adopt_outside_changes, check_parameters
+from zenflow.config import ZenFlowConfig
+from zenflow.pipeline import Pipeline
+from zenflow.stats import Stats
+from zenflow.storage import Newcomer
+
+
+@dataclass(frozen=True)
+class ChannelState:
+    """One parameter's optimizer state, merged over both owners.
+
+    `master`, `exp_avg`, `exp_avg_sq`: fp32 `[rows, cols]` on the CPU. `step`: AdamW updates received, int64
+    `[channels]` (`[1]` if selected whole). `selected`: bool `[channels]`, True where the GPU owns the channel.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    selected: Tensor
+
+
+class ZenFlow(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) with importance-aware offloading to a CPU optimizer process.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs or param groups, all on one device; fp32, bf16 or fp16.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; each may differ between param groups and steps.
+        config: a `ZenFlowConfig`; further keyword arguments override its fields, e.g. `topk_ratio=0.05`.
+
+    Raises:
+        ValueError: a value or parameter that cannot be used, by name, before any process is started.
+        MemoryError: the host lacks the memory for the deferred state; says how much is needed and available.
+        WorkerError: (from `step`) the CPU optimizer died or failed; carries its exit code and traceback.
+
+    Use it as a context manager, or call `close()`; `flush()` before final weights are evaluated or exported.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        config: ZenFlowConfig | None = None,
+        **config_fields: Any,
+    ) -> None:
+        self._pipeline: Pipeline | None = None
+        self._closed = False
+        self._warned_no_gradient = False
+        self.config = _configuration(config, config_fields)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        everyone = self._newcomers(lambda param: True)
+        device = everyone[0].param.device
+        check_parameters(everyone, device)
+        pipeline = Pipeline(self.config, device)
+        try:
+            pipeline.lay_out([one for one in everyone if one.param.requires_grad], len(self.param_groups))
+        except BaseException:
+            pipeline.close()
+            raise
+        self._pipeline = pipeline
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; the new parameters get their place at their first gradient."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+            if self._pipeline is not None:
+                check_parameters(self._newcomers(lambda param: True), self._pipeline.device)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over the gradients in `.grad`; a `closure` is evaluated once, first, and its value returned."""
+        pipeline = self._running()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        known = {id(record.param) for record in pipeline.records}
+        late = self._newcomers(lambda p: p.requires_grad and p.grad is not None and id(p) not in known)
+        if late:
+            pipeline.lay_out(late, len(self.param_groups))
+        self._warn_without_gradients()
+        pipeline.step(self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return loss
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """End the running window now: its partial sum is applied and every result becomes visible in the weights."""
+        self._running().flush()
+
+    @torch.no_grad()
+    def reload_weights(self) -> None:
+        """Masters follow the weights after edits that autograd cannot see (`param.data[...] = ...`)."""
+        adopt_outside_changes(self._running(), force=True)
+
+    def close(self, flush: bool = True) -> None:
+        """Stop the CPU optimizer and free its memory; idempotent. The weights stay, `step()` raises afterwards.
+
+        With `flush` (the default) every deferred result is applied first; without, what is on its way is dropped.
+        """
+        if self._closed or self._pipeline is None:
+            self._closed = True
+            return
+        try:
+            if flush:
+                self.flush()
+        finally:
+            self._closed = True
+            self._pipeline.close()
+
+    def __enter__(self) -> ZenFlow:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(flush=kind is None)
+
+    def stats(self) -> Stats:
+        """Counters and clocks since construction; waits for the device to finish what is queued."""
+        pipeline = self._running()
+        client, counters = pipeline.client, pipeline.counters
+        return Stats(
+            steps=pipeline.clock.state.step,
+            windows=counters["windows"],
+            selections=counters["selections"],
+            skipped_steps=int(pipeline.control.skipped.item()),
+            grad_norm=float(pipeline.control.norm.item()),
+            stall_seconds=pipeline.stall.seconds(),
+            selection_seconds=pipeline.selecting.seconds(),
+            host_wait_seconds=pipeline.host_wait_seconds,
+            bytes_to_host=counters["bytes_to_host"],
+            bytes_to_device=counters["bytes_to_device"],
+            worker_busy_seconds=0.0 if client is None else client.busy_seconds,
+            worker_pid=None if client is None else client.worker_pid,
+        )
+
+    @torch.no_grad()
+    def channel_state(self, param: Parameter) -> ChannelState:
+        """The state of one parameter, wherever it lives; waits for the worker, makes nothing visible.
+
+        KeyError if the parameter has no state (frozen, or without a gradient so far).
+        """
+        pipeline = self._running()
+        record = next((record for record in pipeline.records if record.param is param), None)
+        if record is None:
+            raise KeyError(f"no state for a parameter of shape {tuple(param.shape)}: frozen, or not of this optimizer")
+        pipeline.wait_for_worker()
+        step = checkpoint.full_step(record, int(pipeline.control.advance[record.index].item()))
+        selected = torch.zeros(step.numel(), dtype=torch.bool)
+        selected[record.selected if record.storage is not None else slice(None)] = True
+        return ChannelState(*checkpoint.full_state(record), step, selected)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, on the CPU; `"state"` is empty before the first step."""
+        pipeline = self._running()
+        packed = super().state_dict()
+        if pipeline.clock.state.step:
+            packed["state"], packed["zenflow"] = checkpoint.save(pipeline, self._indices())
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict()`; masters win over weights. An empty state changes only the groups' settings.
+
+        ValueError names what does not fit, before anything is changed.
+        """
+        pipeline, engine = self._running(), state_dict.get("zenflow")
+        if state_dict["state"]:
+            if engine is None:
+                raise ValueError("the state has no 'zenflow' part; allowed is the state_dict() of a ZenFlow optimizer")
+            checkpoint.check(pipeline, state_dict["state"], engine, self._indices())
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if state_dict["state"]:
+            checkpoint.load(pipeline, state_dict["state"], engine, self._indices())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be pickled; use state_dict()")
+
+    def _running(self) -> Pipeline:
+        if self._closed or self._pipeline is None:
+            raise RuntimeError("this ZenFlow optimizer is closed; build a new one")
+        return self._pipeline
+
+    def _newcomers(self, wanted: Callable[[Parameter], bool]) -> list[Newcomer]:
+        found = []
+        for number, group in enumerate(self.param_groups):
+            unnamed = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
+            names = group.get("param_names") or unnamed
+            found += [
+                Newcomer(param, number, name)
+                for param, name in zip(group["params"], names, strict=True)
+                if wanted(param)
+            ]
+        return found
+
+    def _indices(self) -> dict[int, int]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {id(param): index for index, param in enumerate(params)}
+
+    def _warn_without_gradients(self) -> None:
+        if self._warned_no_gradient or any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            return
+        self._warned_no_gradient = True
+        warnings.warn(
+            "ZenFlow.step() found no gradient in any of its parameters; if the model's parameters were replaced "
+            "(load_state_dict(assign=True)), build the optimizer from the new ones",
+            stacklevel=3,
+        )
+
+
+def _configuration(config: ZenFlowConfig | None, overrides: dict[str, Any]) -> ZenFlowConfig:
+    allowed = [field.name for field in fields(ZenFlowConfig)]
+    for name in overrides:
+        if name not in allowed:
+            raise TypeError(f"ZenFlow has no setting {name!r}; allowed are {', '.join(allowed)}")
+    return replace(config or ZenFlowConfig(), **overrides).resolved()
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    ranges = {
+        "lr": (float(group["lr"]), 0.0, float("inf")),
+        "betas[0]": (float(beta1), 0.0, 1.0),
+        "betas[1]": (float(beta2), 0.0, 1.0),
+        "eps": (float(group["eps"]), 0.0, float("inf")),
+        "weight_decay": (float(group["weight_decay"]), 0.0, float("inf")),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value < high:
+            raise ValueError(f"{name} is {value}; allowed is {low:g} <= {name} < {high:g}")

@@ -1,0 +1,359 @@
+"""The pipeline, as phases of one `step()`.
+
+Phase 1, backward: PyTorch leaves gradients in `.grad`.
+Phase 2, `step()`: norm and finite check over all parameters, then one pass over the gradient that updates the selected
+channels and folds the others into the accumulator. Nothing here waits for the device, except the steps that select.
+Phase 3, a window's end: each bucket's accumulator goes to its ring slot on the copy stream, under the next step's
+compute; the slot's `ready` word follows it on the same stream.
+Phase 4, the worker: one pass over memory a slot, in order; then `done`.
+Phase 5, visible: the worker's shadow is copied straight into the weights, at the end of this window (staleness 0) or of
+the next (staleness 1); then the selected channels, which the shadow does not know, are written over it.
+
+Orders that hold it together: an upload waits for `done` and precedes `step()`'s own writes; a copy to the ring follows
+the fold, and the upload that empties the shadow which the worker will write next; the next fold waits for that copy,
+because there is one accumulator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+from zenflow_kernels.control import StepControl
+from zenflow_kernels.fused_step import fused_step, write_masters
+from zenflow_kernels.norm import close_step, partial_norms
+from zenflow_kernels.numerics import pack_hyper
+from zenflow_kernels.table import Table
+
+from zenflow.bias import bias_table
+from zenflow.checks import adopt_outside_changes, usable_gradient
+from zenflow.client import WorkerClient
+from zenflow.config import ZenFlowConfig
+from zenflow.cores import plan_cores
+from zenflow.geometry import Bucket
+from zenflow.ring import WorkerSettings
+from zenflow.selection import choose_channels, migrate
+from zenflow.stats import StallClock
+from zenflow.storage import (
+    Newcomer,
+    ParamRecord,
+    SegmentStorage,
+    is_deferred,
+    new_segment,
+    record_deferred,
+    record_whole,
+)
+from zenflow.window import StepPlan, WindowClock
+
+logger = logging.getLogger("zenflow")
+
+
+def group_hyper(group: dict) -> tuple[float, float, float, float, float]:
+    """A param group's scalars as float64: lr, beta1, beta2, eps, weight decay."""
+    beta1, beta2 = group["betas"]
+    return float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])
+
+
+def _in_travel_order(records: list[ParamRecord]) -> list[int]:
+    """Control indices of a new segment's records, by matrix."""
+    deferred = [record for record in records if record.matrix is not None]
+    return [record.index for record in sorted(deferred, key=lambda record: record.matrix.offset)]
+
+
+def _grown(control: StepControl, n_params: int, max_steps: int) -> StepControl:
+    larger = StepControl.create(n_params, max_steps, control.finite.device)
+    for field in fields(control):
+        old = getattr(control, field.name)
+        if isinstance(old, Tensor):
+            getattr(larger, field.name)[: old.numel()].copy_(old)
+    return larger
+
+
+class Pipeline:
+    """All state of one optimizer: records, tables, storages, the worker, and the clock that drives them."""
+
+    def __init__(self, config: ZenFlowConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        interval = config.select_interval
+        self.clock = WindowClock(
+            update_interval=config.update_interval,
+            select_interval=interval * config.steps_per_epoch if config.select_strategy == "epoch" else interval,
+            full_warm_up_rounds=config.full_warm_up_rounds,
+            overlap_step=config.overlap_step,
+        )
+        self.records: list[ParamRecord] = []
+        self.tables: list[Table] = []
+        self.storages: list[SegmentStorage] = []
+        self.control = StepControl.create(0, config.update_interval, device)
+        self.partials = torch.zeros(0, dtype=torch.float64, device=device)
+        self.client: WorkerClient | None = None
+        self.unbound_cores: set[int] | None = None  # the trainer's affinity before it was bound
+        self.sent = 0  # slots sent since the worker started
+        self.pending: list[tuple[SegmentStorage, Bucket, int]] = []  # sent and not yet visible
+        self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
+        self.present_log: list[list[bool]] = []
+        self.highest_t = 0  # no channel's t is above it
+        self.counters = dict.fromkeys(("windows", "selections", "bytes_to_host", "bytes_to_device"), 0)
+        self.host_wait_seconds = 0.0
+        self.stall = StallClock(device)
+        self.selecting = StallClock(device)
+        self._uploaded: dict[str, tuple[object, Tensor]] = {}
+        cuda = device.type == "cuda"
+        self._copies = torch.cuda.Stream(device) if cuda else None
+        self._copied = torch.cuda.Event() if cuda else None
+
+    # Layout
+
+    def lay_out(self, newcomers: Sequence[Newcomer], n_groups: int) -> None:
+        """Give parameters their place. Once training runs this waits until the worker is idle (a drain)."""
+        self.wait_for_worker()
+        for dtype in dict.fromkeys(newcomer.param.dtype for newcomer in newcomers):
+            same = [newcomer for newcomer in newcomers if newcomer.param.dtype == dtype]
+            deferred = [newcomer for newcomer in same if is_deferred(self.config, newcomer.param)]
+            storage = self._attach(dtype, deferred, n_groups) if deferred else None
+            number = {id(newcomer): len(deferred) - 1 - place for place, newcomer in enumerate(deferred)}
+            records = [
+                record_deferred(newcomer, len(self.records) + place, storage, number[id(newcomer)], self.config)
+                if id(newcomer) in number
+                else record_whole(newcomer, len(self.records) + place)
+                for place, newcomer in enumerate(same)
+            ]
+            if storage is not None:
+                storage.indices = _in_travel_order(records)
+                self._introduce(storage)
+            self.tables.append(Table([record.entry() for record in records], first=len(self.records)))
+            self.records += records
+        self.control = _grown(self.control, len(self.records), self.config.update_interval)
+        self.hyper_log = [row + row[-1:] * (n_groups - len(row)) for row in self.hyper_log]
+        self.present_log = [row + [False] * (len(self.records) - len(row)) for row in self.present_log]
+        total = sum(table.n_partials for table in self.tables)
+        self.partials = torch.zeros(total, dtype=torch.float64, device=self.device)
+
+    def _attach(self, dtype: torch.dtype, deferred: list[Newcomer], n_groups: int) -> SegmentStorage:
+        segment = new_segment(self.config, len(self.storages), dtype, deferred, n_groups)
+        storage = SegmentStorage(segment, self.device)
+        self.storages.append(storage)
+        return storage
+
+    def _introduce(self, storage: SegmentStorage) -> None:
+        """Fill a new segment's host side and tell the worker about it."""
+        storage.fill_host_from_weights()
+        if self.client is None:
+            self.client = self._start_worker()
+        self.client.attach(storage.segment, storage.memory)
+
+    def _start_worker(self) -> WorkerClient:
+        bind = self.device.type == "cuda" if self.config.core_binding == "auto" else self.config.core_binding
+        trainer_cores, worker_cores, threads = plan_cores(
+            self.config.pt_reserved_cores_perc, bind, self.config.worker_threads
+        )
+        settings = WorkerSettings(deferred_lr_scale=self.config.deferred_lr_scale)
+        client = WorkerClient(settings=settings, cores=worker_cores, threads=threads)
+        if bind:
+            self.unbound_cores = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, trainer_cores)
+        return client
+
+    # Phase 2
+
+    def step(self, groups: list[dict], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """One optimizer step over the gradients that are in `.grad` now."""
+        if self.client is not None:
+            self.client.check()
+        adopt_outside_changes(self)
+        grads = [usable_gradient(record) for record in self.records]
+        plan = self.clock.begin_step()
+        self.highest_t += 1
+        self.hyper_log.append([group_hyper(group) for group in groups])
+        self.present_log.append([grad is not None for grad in grads])
+        hyper, bias = self._hyper_tables()
+        self._wait_for_copies()
+        self._reduce(grads, plan.position, grad_scale, found_inf)
+        self._select_first(plan.step)
+        if plan.ends_window:
+            self.make_visible()
+        for table in self.tables:
+            fused_step(table, self.control, hyper, bias)
+        if plan.ends_window:
+            self._end_window(plan)
+        self.clock.finish_step(plan)
+
+    def _reduce(
+        self, grads: list[Tensor | None], position: int, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Norm, finite check and clip coefficient over all parameters, and the bookkeeping that follows from them."""
+        first = 0
+        for table in self.tables:
+            table.bind(grads[table.first : table.first + table.n_params])
+            partial_norms(table, self.partials[first : first + table.n_partials])
+            first += table.n_partials
+        close_step(
+            self.control, self.partials, self._upload("present", tuple(self.present_log[-1]), torch.int32),
+            position=position, max_grad_norm=self.config.max_grad_norm,
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+
+    def _hyper_tables(self) -> tuple[Tensor, Tensor]:
+        """This step's scalars fp32 `[groups, 8]` and bias corrections fp32 `[groups, length, 2]` on the device."""
+        rows = self.hyper_log[-1]
+        hyper = self._upload("hyper", tuple(tuple(pack_hyper(*row)) for row in rows), torch.float32)
+        tables = [bias_table(row[1], row[2], self.highest_t) for row in rows]
+        key = tuple((row[1], row[2], len(table)) for row, table in zip(rows, tables, strict=True))
+        if self._uploaded.get("bias", (None,))[0] != key:
+            stacked = torch.ones(len(tables), max(map(len, tables)), 2)
+            for place, table in enumerate(tables):
+                stacked[place, : len(table)] = torch.from_numpy(table.copy())
+            self._uploaded["bias"] = key, self._to_device(stacked)
+        return hyper, self._uploaded["bias"][1]
+
+    def _upload(self, name: str, values: tuple, dtype: torch.dtype) -> Tensor:
+        """`values` as a device tensor; sent again only when they changed."""
+        if self._uploaded.get(name, (None,))[0] != values:
+            self._uploaded[name] = values, self._to_device(torch.tensor(values, dtype=dtype))
+        return self._uploaded[name][1]
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    # Phases 3 to 5
+
+    def _end_window(self, plan: StepPlan) -> None:
+        self.send_window()
+        if plan.synchronous:
+            self.make_visible()
+            self.write_selected()
+        if plan.selects:
+            self._select_again(plan.step)
+
+    def send_window(self) -> None:
+        """Queue every bucket's accumulator for the worker, behind the fold that completes it."""
+        window, n_steps = self.clock.state.window, len(self.hyper_log)
+        slots = [(storage, bucket) for storage in self.storages for bucket in storage.segment.buckets]
+        seqs = range(self.sent + 1, self.sent + 1 + len(slots))
+        words = self._to_device(torch.tensor(seqs, dtype=torch.int64))
+        self.control.stamp(window)
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            words.record_stream(self._copies)
+        steps = {storage: self._steps_of(storage) for storage in self.storages}
+        with torch.cuda.stream(self._copies):
+            for place, ((storage, bucket), seq) in enumerate(zip(slots, seqs, strict=True)):
+                storage.memory.write_slot(bucket.index, seq, window, n_steps, *steps[storage])
+                self._send_bucket(storage, bucket, seq, words[place : place + 1])
+            if self._copied is not None:
+                self._copied.record()
+        self.sent += len(slots)
+        self.counters["windows"] += 1
+        self.hyper_log, self.present_log = [], []
+
+    def _steps_of(self, storage: SegmentStorage) -> tuple[np.ndarray, np.ndarray]:
+        """The window as one segment's slots say it: scalars `[steps, groups, 5]` and presence `[steps, matrices]`."""
+        return np.array(self.hyper_log), np.array(self.present_log)[:, storage.indices]
+
+    def _send_bucket(self, storage: SegmentStorage, bucket: Bucket, seq: int, word: Tensor) -> None:
+        slot, payload = storage.slots[bucket.index], storage.ring[bucket.start : bucket.stop]
+        payload.copy_(storage.accumulator[bucket.start : bucket.stop], non_blocking=True)
+        slot.log.copy_(self.control.window_log, non_blocking=True)
+        if self._copies is None:
+            storage.memory.publish(bucket.index, seq)
+        else:
+            slot.ready.copy_(word, non_blocking=True)
+        self.pending.append((storage, bucket, seq))
+        self.counters["bytes_to_host"] += payload.nbytes + slot.log.nbytes + slot.ready.nbytes
+
+    def make_visible(self) -> None:
+        """Upload every result that was sent for, each bucket as soon as the worker has finished it."""
+        if not self.pending:
+            return
+        with self.stall.section():
+            for storage, bucket, seq in self.pending:
+                self.host_wait_seconds += self.client.wait_done(seq)
+                shadow = storage.shadow[bucket.start : bucket.stop]
+                storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
+                self.counters["bytes_to_device"] += shadow.nbytes
+        self.pending = []
+
+    def write_selected(self) -> None:
+        """Write the selected masters over what an upload left in their channels."""
+        if self.storages:
+            for table in self.tables:
+                write_masters(table)
+
+    def wait_for_worker(self) -> None:
+        """Until the worker has finished all that was sent; nothing becomes visible."""
+        if self.client is not None and self.sent:
+            self.host_wait_seconds += self.client.wait_done(self.sent)
+
+    def _wait_for_copies(self) -> None:
+        """There is one accumulator and one log of the window: the next fold waits until they are on the host."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
+
+    def flush(self) -> None:
+        """End the running window now and make every result visible."""
+        self.make_visible()
+        if self.hyper_log:
+            self.send_window()
+            self.clock.end_window()
+            self.make_visible()
+        self.write_selected()
+
+    # Selection
+
+    def _select_first(self, step: int) -> None:
+        """Parameters that have no owners yet get them by their first finite gradient, before it is applied."""
+        fresh = [record for record in self.records if not record.owned and self._is_present(record)]
+        if fresh and self.control.finite.item():
+            with self.selecting.section():
+                self.wait_for_worker()
+                self._select(fresh, step)
+
+    def _select_again(self, step: int) -> None:
+        """At a drained window end; a skipped step leaves the selection due."""
+        candidates = [
+            record for record in self.records if record.owned and record.n_selected and record.storage is not None
+        ]
+        with self.selecting.section():
+            if candidates and not self.control.finite.item():
+                return
+            self.clock.selection_ran()
+            self._select([record for record in candidates if self._is_present(record)], step)
+
+    def _is_present(self, record: ParamRecord) -> bool:
+        return record.param.requires_grad and record.param.grad is not None
+
+    def _select(self, records: list[ParamRecord], step: int) -> None:
+        if not records:
+            return
+        advances = self.control.advance.tolist()
+        chosen = choose_channels(records, self.config.importance)
+        moved = 0
+        for record, selected in zip(records, chosen, strict=True):
+            traffic = migrate(record, selected, advances[record.index], self.config.on_reselect)
+            self.counters["bytes_to_host"] += traffic.to_host
+            self.counters["bytes_to_device"] += traffic.to_device
+            moved += traffic.moved
+        self.counters["selections"] += 1
+        logger.info(
+            "selection at step %d: %d channels of %d parameters selected, %d changed owner",
+            step, sum(selected.numel() for selected in chosen), len(records), moved,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop the worker and give back every byte of host memory; the parameters stay as they are."""
+        if self.client is not None:
+            self.client.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for storage in self.storages:
+            storage.close()
+        if self.unbound_cores is not None:
+            os.sched_setaffinity(0, self.unbound_cores)

@@ -1,0 +1,248 @@
+"""Where a parameter lives: its flat storage on the device, its arenas on the host, its compact selected state.
+
+`SegmentStorage` holds one segment on both sides, as torch tensors over the same bytes that the worker maps.
+`ParamRecord` is one parameter in it (or a parameter that is selected whole and needs none of it).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from zenflow_kernels.table import Entry
+
+from zenflow.config import ZenFlowConfig
+from zenflow.geometry import Matrix, Segment, lay_out
+from zenflow.ring import SegmentMemory
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A parameter that is to be laid out, with the index of its param group and its name for messages."""
+
+    param: Parameter
+    group: int
+    name: str
+
+
+def matrix_shape(param: Tensor) -> tuple[int, int]:
+    """`[shape[0], prod(shape[1:])]`; parameters with fewer than two dimensions are one row."""
+    if param.dim() < 2:
+        return 1, param.numel()
+    return param.shape[0], param[0].numel() if param.shape[0] else 0
+
+
+def count_selected(config: ZenFlowConfig, channels: int) -> int:
+    """How many of a matrix's channels are selected: 0 if k = 0, else `max(1, round(k * channels))`."""
+    return 0 if config.topk_ratio == 0 else min(channels, max(1, round(config.topk_ratio * channels)))
+
+
+def is_deferred(config: ZenFlowConfig, param: Tensor) -> bool:
+    """Whether any of the parameter's channels is left to the CPU optimizer."""
+    if param.dim() < 2 or param.numel() < max(1, config.min_deferred_numel):
+        return False
+    rows, cols = matrix_shape(param)
+    channels = cols if config.channel_dim == "column" else rows
+    return count_selected(config, channels) < channels
+
+
+@dataclass(eq=False)
+class ParamRecord:
+    """One laid-out parameter.
+
+    `weight` is `[rows, cols]` over the parameter's own memory. `master`, `exp_avg`, `exp_avg_sq` are the compact fp32
+    state of the selected channels (`[rows, n]` for columns, `[n, cols]` for rows, everything if selected whole) and
+    `start` their t less the device's advance count. `selected` are their indices, ascending, on the host.
+    """
+
+    param: Parameter
+    name: str
+    group: int
+    index: int  # in StepControl's arrays
+    kind: str  # "column" | "row" | "whole"
+    weight: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    start: Tensor
+    slot: Tensor | None = None
+    accumulator: Tensor | None = None
+    storage: SegmentStorage | None = None
+    matrix: Matrix | None = None
+    selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    owned: bool = True  # False until the first selection
+    version: int = 0  # the parameter's autograd version when its bits were last known
+
+    @property
+    def n_selected(self) -> int:
+        return self.start.numel()
+
+    @property
+    def compact(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    @property
+    def host(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Master and moments in the worker's arena, `[rows, cols]`, entries of selected channels being scratch."""
+        assert self.storage is not None and self.matrix is not None
+        first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
+        return tuple(flat[first:last].view(self.weight.shape) for flat in self.storage.state)  # type: ignore[return-value]
+
+    @property
+    def host_step(self) -> Tensor:
+        """AdamW updates that each channel has received from the worker, int32 `[channels]`."""
+        assert self.storage is not None and self.matrix is not None
+        first = self.matrix.step_offset
+        return self.storage.channel_step[first : first + self.matrix.channels]
+
+    @property
+    def host_shadow(self) -> Tensor:
+        """What an upload would write, `[rows, cols]` in the weight's dtype."""
+        assert self.storage is not None and self.matrix is not None
+        first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
+        return self.storage.shadow[first:last].view(self.weight.shape)
+
+    def entry(self) -> Entry:
+        """The record as the grouped kernels see it."""
+        return Entry(
+            self.weight, self.kind, self.group,
+            self.master, self.exp_avg, self.exp_avg_sq,
+            self.start, self.slot, self.accumulator,
+        )  # fmt: skip
+
+
+class Pins:
+    """Page-locks host ranges for the device's copy engines; ranges are whole pages inside their own mappings."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._addresses: list[int] = []
+
+    def add(self, tensor: Tensor) -> None:
+        if not self._cuda or tensor.numel() == 0:
+            return
+        first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 0))
+        if code != 0:
+            raise RuntimeError(
+                f"cudaHostRegister could not pin {stop - first} bytes of host memory (CUDA error {code}); "
+                "the limit on locked memory (`ulimit -l`) or the host's free memory is too low"
+            )
+        self._addresses.append(first)
+
+    def release(self) -> None:
+        """Unpin everything; the device must have finished its copies."""
+        while self._addresses:
+            torch.cuda.cudart().cudaHostUnregister(self._addresses.pop())
+
+
+class SegmentStorage:
+    """One segment: flat weights and accumulator on `device`, and torch views of its shared memory.
+
+    `weights` `[numel]` and `accumulator` `[numel]` are on the device; `ring` and `shadow` are their counterparts on the
+    host, `state` the worker's master and moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. For fp32
+    weights `shadow` is the master itself.
+    """
+
+    def __init__(self, segment: Segment, device: torch.device) -> None:
+        self.segment = segment
+        self.indices: list[int] = []  # of its matrices' records in StepControl
+        self.memory = SegmentMemory.create(segment, threads=len(os.sched_getaffinity(0)))
+        memory, weight_dtype, ring_dtype = self.memory, DTYPES[segment.weight_dtype], DTYPES[segment.ring_dtype]
+        self.ring = torch.from_numpy(memory.ring).view(ring_dtype)
+        self.state = tuple(torch.from_numpy(flat) for flat in (memory.master, memory.exp_avg, memory.exp_avg_sq))
+        self.channel_step = torch.from_numpy(memory.channel_step)
+        self.shadow = self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow).view(weight_dtype)
+        self.slots = [SlotViews(memory, bucket.index) for bucket in segment.buckets]
+        self.pins = Pins(device)
+        self.pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
+        self.pins.add(self.shadow)
+        self.weights = torch.zeros(segment.numel, dtype=weight_dtype, device=device)
+        self.accumulator = torch.zeros(segment.numel, dtype=ring_dtype, device=device)
+
+    def fill_host_from_weights(self) -> None:
+        """Shadow and master of every element from the weights on the device; synchronises."""
+        self.shadow.copy_(self.weights)
+        if self.shadow is not self.state[0]:
+            self.state[0].copy_(self.shadow)
+
+    def close(self) -> None:
+        """Unpin and unmap; every view of the shared memory is dropped first."""
+        self.pins.release()
+        empty = torch.empty(0)
+        self.ring = self.shadow = self.channel_step = empty
+        self.state = (empty, empty, empty)
+        self.slots = []
+        self.memory.close()
+
+
+class SlotViews:
+    """What the device writes of one slot: its log of the window, int32 `[words]`, and `ready`, int64 `[1]`."""
+
+    def __init__(self, memory: SegmentMemory, bucket: int) -> None:
+        self.log = torch.from_numpy(memory.device_log(bucket))
+        self.ready = torch.from_numpy(memory.ready(bucket)).view(torch.int64)
+
+
+def new_segment(
+    config: ZenFlowConfig, index: int, dtype: torch.dtype, newcomers: list[Newcomer], n_groups: int
+) -> Segment:
+    """Lay out deferred parameters of one dtype, in reverse registration order: the order in which backward ends."""
+    ring_dtype = config.ring_dtype
+    if ring_dtype == "auto":
+        ring_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    return lay_out(
+        index,
+        [(*matrix_shape(newcomer.param), newcomer.group) for newcomer in reversed(newcomers)],
+        channel_dim=config.channel_dim,
+        weight_dtype=DTYPE_NAMES[dtype],
+        ring_dtype=ring_dtype,
+        max_steps=config.update_interval,
+        n_groups=n_groups,
+        bucket_bytes=config.bucket_bytes,
+    )
+
+
+def record_whole(newcomer: Newcomer, index: int) -> ParamRecord:
+    """A parameter that is selected whole: its state is as large as itself, with one t."""
+    param = newcomer.param
+    if not param.data.is_contiguous():
+        param.data = param.data.contiguous()
+    weight = param.data.view(matrix_shape(param))
+    master = weight.to(torch.float32, copy=True)
+    start = torch.zeros(1, dtype=torch.int32, device=param.device)
+    return ParamRecord(
+        param, newcomer.name, newcomer.group, index, "whole",
+        weight, master, torch.zeros_like(master), torch.zeros_like(master), start, version=param._version,
+    )  # fmt: skip
+
+
+def record_deferred(
+    newcomer: Newcomer, index: int, storage: SegmentStorage, number: int, config: ZenFlowConfig
+) -> ParamRecord:
+    """Move a parameter into matrix `number` of the segment's flat storage and give it room for its selected state."""
+    param, matrix = newcomer.param, storage.segment.matrices[number]
+    first, last = matrix.offset, matrix.offset + matrix.numel
+    flat = storage.weights[first:last]
+    flat.view(param.shape).copy_(param.data)
+    param.data = flat.view(param.shape)
+    n = count_selected(config, matrix.channels)
+    compact = (matrix.rows, n) if matrix.channel_dim == "column" else (n, matrix.cols)
+    master, exp_avg, exp_avg_sq = (torch.zeros(compact, dtype=torch.float32, device=param.device) for _ in range(3))
+    return ParamRecord(
+        param, newcomer.name, newcomer.group, index, matrix.channel_dim,
+        flat.view(matrix.rows, matrix.cols), master, exp_avg, exp_avg_sq,
+        start=torch.zeros(n, dtype=torch.int32, device=param.device),
+        slot=torch.full((matrix.channels,), -1, dtype=torch.int32, device=param.device),
+        accumulator=storage.accumulator[first:last].view(matrix.rows, matrix.cols),
+        storage=storage, matrix=matrix, owned=n == 0, version=param._version,
+    )  # fmt: skip
