@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.driving import Builder
+
+
+@pytest.fixture
+def build() -> Iterator[Builder]:
+    """Makes engines that defer every matrix, however small, and closes them."""
+    from zenflow import ZenFlow
+
+    made: list[ZenFlow] = []
+
+    def make(params: Any, **settings: Any) -> ZenFlow:
+        made.append(ZenFlow(params, **{"min_deferred_numel": 0, "worker_threads": 1, **settings}))
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.close(flush=False)

@@ -1,0 +1,268 @@
+"""ZenFlow in plain torch on the CPU, one process, one step at a time: slow, obvious, and exact.
+
+Nothing is shared with the engine but the table of bias corrections. `Reference` is AdamW with fp32 masters in the
+written order of operations; `Simulation` adds owners, windows, staleness, selection, warm-up and skips. Both are fed
+gradients and keep, for every channel, its owner, its step count t, its master and its two moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zenflow.bias import bias_table
+
+HIGHEST_STEP = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULTS = {
+    "topk_ratio": 0.1,
+    "update_interval": 4,
+    "select_interval": 100,
+    "full_warm_up_rounds": 0,
+    "overlap_step": True,
+    "channel_dim": "column",
+    "importance": "square",
+    "deferred_lr_scale": "linear",
+    "on_reselect": "migrate",
+    "min_deferred_numel": 0,
+    "ring_dtype": "auto",
+    "max_grad_norm": None,
+}
+
+
+def f32(value: float | Tensor) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64).to(torch.float32)
+
+
+@dataclass
+class Group:
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, param_group: dict[str, Any]) -> Group:
+        lr, decay = float(param_group["lr"]), float(param_group["weight_decay"])
+        return cls(lr, tuple(param_group["betas"]), param_group["eps"], decay)
+
+
+@dataclass
+class State:
+    """One parameter as `[rows, cols]`: fp32 state of every channel, whoever owns it, and the weight that is visible."""
+
+    visible: Tensor  # weight dtype
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor  # int64 [channels]
+    selected: Tensor  # bool [channels]
+    row_channels: bool
+    whole: bool
+    accumulator: Tensor | None = None
+    counted: list[Group] = field(default_factory=list)  # the group's settings at each counted step of this window
+    pending: Tensor | None = None  # a finished result that is not visible yet
+
+    @classmethod
+    def of(cls, weight: Tensor, row_channels: bool, whole: bool) -> State:
+        weight = weight.detach().cpu().clone()
+        flat = weight.reshape(weight.shape[0], -1) if weight.dim() >= 2 else weight.reshape(1, -1)
+        channels = flat.shape[0] if row_channels else flat.shape[1]
+        zeros = torch.zeros_like(flat, dtype=torch.float32)
+        return cls(
+            flat,
+            flat.float(),
+            zeros.clone(),
+            zeros.clone(),
+            torch.zeros(channels, dtype=torch.int64),
+            torch.full((channels,), whole),
+            row_channels,
+            whole,
+        )
+
+    def per_channel(self, values: Tensor) -> Tensor:
+        return values[:, None] if self.row_channels else values[None, :]
+
+    def update(self, channels: Tensor, grad: Tensor, group: Group, lr: float, decay: float) -> None:
+        """One AdamW update of the channels where the mask is set, in the written order; `grad` is fp32 [rows, cols]."""
+        self.step[channels] += 1
+        beta1, beta2 = group.betas
+        table = torch.from_numpy(bias_table(beta1, beta2, HIGHEST_STEP).copy())
+        factors = table[self.step.clamp(max=len(table) - 1)]
+        first, second = self.per_channel(factors[:, 0]), self.per_channel(factors[:, 1])
+        exp_avg = f32(beta1) * self.exp_avg + f32(1 - beta1) * grad
+        exp_avg_sq = f32(beta2) * self.exp_avg_sq + f32(1 - beta2) * (grad * grad)
+        root = exp_avg_sq.double().sqrt().float()
+        master = self.master * f32(decay)
+        master = master - (f32(lr) * first) * (exp_avg / (root * second + f32(group.eps)))
+        mask = self.per_channel(channels)
+        self.master = torch.where(mask, master, self.master)
+        self.exp_avg = torch.where(mask, exp_avg, self.exp_avg)
+        self.exp_avg_sq = torch.where(mask, exp_avg_sq, self.exp_avg_sq)
+
+    def show(self, channels: Tensor, values: Tensor) -> None:
+        self.visible = torch.where(self.per_channel(channels), values, self.visible)
+
+    def show_masters(self, channels: Tensor) -> None:
+        self.show(channels, self.master.to(self.visible.dtype))
+
+
+def gradient_norm(grads: Sequence[Tensor | None]) -> float:
+    return float(sum(g.double().square().sum() for g in grads if g is not None)) ** 0.5
+
+
+class Simulation:
+    """ZenFlow with the given settings; `groups` holds each parameter's `Group`, and the caller may replace it."""
+
+    def __init__(self, weights: Sequence[Tensor], groups: Sequence[Group], **settings: Any) -> None:
+        unknown = settings.keys() - DEFAULTS.keys()
+        assert not unknown, unknown
+        self.settings = DEFAULTS | settings
+        self.groups = list(groups)
+        self.shapes = [weight.shape for weight in weights]
+        row = self.settings["channel_dim"] == "row"
+        smallest = self.settings["min_deferred_numel"]
+        self.states = [State.of(w, row, w.dim() < 2 or w.numel() < smallest) for w in weights]
+        self.steps = self.skipped = self.windows = self.selections = 0
+        self.position = 0  # steps taken in the running window
+        self.due = False
+        self.norm = 0.0
+
+    def visible(self, index: int) -> Tensor:
+        return self.states[index].visible.reshape(self.shapes[index])
+
+    def selects_in_the_next_step(self) -> bool:
+        """Whether a selection will run in the next step if that step is finite."""
+        step = self.steps + 1
+        return self.selections == 0 or (self._ends_window(step) and (self.due or self._falls_due(step)))
+
+    def step(self, grads: Sequence[Tensor | None], grad_scale: float = 1.0, found_inf: bool = False) -> None:
+        grads = [None if g is None else g.detach().cpu() for g in grads]
+        flat = [None if g is None else g.reshape(s.master.shape) for g, s in zip(grads, self.states, strict=True)]
+        self.steps += 1
+        inverse = f32(1 / float(f32(grad_scale)))
+        self.norm = gradient_norm(grads) * float(inverse)
+        finite = not found_inf and all(bool(g.isfinite().all()) for g in grads if g is not None)
+        limit = self.settings["max_grad_norm"]
+        clip = f32(1.0) if limit is None or not finite else f32(min(1.0, limit / (self.norm + 1e-6)))
+        self.skipped += not finite
+        if finite and self.selections == 0:
+            self._select(flat)
+        for state, group, grad in zip(self.states, self.groups, flat, strict=True):
+            if finite and grad is not None:
+                scaled = (grad.float() * inverse) * clip
+                state.update(state.selected, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
+                self._fold(state, scaled, group)
+            state.show_masters(state.selected)
+        ends = self._ends_window(self.steps)
+        self.due |= self._falls_due(self.steps)
+        self.position += 1
+        if ends:
+            selecting = self.due and finite
+            in_warm_up = self.steps <= self.settings["full_warm_up_rounds"]
+            self._end_window(stale=self.settings["overlap_step"] and not in_warm_up and not selecting)
+            if selecting:
+                self._select(flat)
+                self.due = False
+
+    def flush(self) -> None:
+        self._end_window(stale=False)
+
+    def _ends_window(self, step: int) -> bool:
+        return step <= self.settings["full_warm_up_rounds"] or self.position + 1 == self.settings["update_interval"]
+
+    def _falls_due(self, step: int) -> bool:
+        return step % self.settings["select_interval"] == 0 or step == self.settings["full_warm_up_rounds"]
+
+    def _ring_dtype(self, state: State) -> torch.dtype:
+        name = self.settings["ring_dtype"]
+        if name == "auto":
+            return torch.bfloat16 if state.visible.dtype == torch.bfloat16 else torch.float32
+        return DTYPES[name]
+
+    def _fold(self, state: State, scaled: Tensor, group: Group) -> None:
+        if state.accumulator is not None:
+            scaled = state.accumulator.float() + scaled
+        state.accumulator = scaled.to(self._ring_dtype(state))
+        state.counted.append(group)
+
+    def _end_window(self, stale: bool) -> None:
+        self.position = 0
+        self.windows += 1
+        for state in self.states:
+            deferred = ~state.selected
+            if state.pending is not None:
+                state.show(deferred, state.pending)
+                state.pending = None
+            if state.counted:
+                assert state.accumulator is not None
+                lr, decay = self._deferred_factors(state.counted)
+                mean = state.accumulator.float() / f32(len(state.counted))
+                state.update(deferred, mean, state.counted[-1], lr, decay)
+            state.accumulator, state.counted = None, []
+            if stale:
+                state.pending = state.master.to(state.visible.dtype)
+            else:
+                state.show_masters(deferred)
+
+    def _deferred_factors(self, counted: list[Group]) -> tuple[float, float]:
+        scale, last = self.settings["deferred_lr_scale"], counted[-1]
+        if scale == "linear":
+            decay = 1.0
+            for group in counted:
+                decay *= 1 - group.lr * group.weight_decay
+            return last.lr * len(counted), decay
+        return last.lr * (1.0 if scale == "none" else scale), 1 - last.lr * last.weight_decay
+
+    def _select(self, grads: Sequence[Tensor | None]) -> None:
+        self.selections += 1
+        for state, grad in zip(self.states, grads, strict=True):
+            if grad is None or state.whole:
+                continue
+            chosen = self._most_important(state, grad)
+            if self.settings["on_reselect"] == "reset":
+                changed = state.per_channel(chosen != state.selected)
+                state.exp_avg = state.exp_avg.masked_fill(changed, 0.0)
+                state.exp_avg_sq = state.exp_avg_sq.masked_fill(changed, 0.0)
+                state.step[chosen != state.selected] = 0
+            state.selected = chosen
+
+    def _most_important(self, state: State, grad: Tensor) -> Tensor:
+        ratio, channels = self.settings["topk_ratio"], len(state.step)
+        wanted = 0 if ratio == 0 else max(1, round(ratio * channels))
+        x = grad.double()
+        weighed = x.square() if self.settings["importance"] == "square" else x.abs()
+        scores = weighed.sum(1 if state.row_channels else 0)
+        best = torch.sort(scores, descending=True, stable=True).indices[:wanted]
+        chosen = torch.zeros(channels, dtype=torch.bool)
+        chosen[best] = True
+        return chosen
+
+
+class Reference:
+    """AdamW with fp32 masters: the limit that ZenFlow equals at k = 1, and at U = 1 without overlap."""
+
+    def __init__(self, weights: Sequence[Tensor], groups: Sequence[Group], max_grad_norm: float | None = None) -> None:
+        self.states = [State.of(weight, row_channels=False, whole=True) for weight in weights]
+        self.shapes = [weight.shape for weight in weights]
+        self.groups = list(groups)
+        self.max_grad_norm = max_grad_norm
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        grads = [None if g is None else g.detach().cpu() for g in grads]
+        if not all(bool(g.isfinite().all()) for g in grads if g is not None):
+            return
+        limit = self.max_grad_norm
+        clip = f32(1.0 if limit is None else min(1.0, limit / (gradient_norm(grads) + 1e-6)))
+        for state, group, grad in zip(self.states, self.groups, grads, strict=True):
+            if grad is not None:
+                scaled = grad.float().reshape(state.master.shape) * clip
+                state.update(state.selected, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
+            state.show_masters(state.selected)
+
+    def visible(self, index: int) -> Tensor:
+        return self.states[index].visible.reshape(self.shapes[index])

@@ -1,0 +1,164 @@
+"""The invariants I1, I2, I3, I5, I6 and I8, each against AdamW with fp32 masters or against itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.driving import (
+    DTYPES,
+    SHAPES,
+    Builder,
+    ReferencePair,
+    assert_same_bits,
+    feed,
+    make_gradients,
+    make_parameters,
+    snapshot,
+)
+
+DIMS = ["column", "row"]
+
+
+def follows_reference(build: Builder, device: str, dtype: str, steps: int = 20, **settings: Any) -> ReferencePair:
+    exact = settings.get("max_grad_norm") is not None
+    pair = ReferencePair(
+        build, make_parameters(SHAPES, DTYPES[dtype], device), lr=0.03, weight_decay=0.2, betas=(0.9, 0.98), **settings
+    )
+    for grads in make_gradients(SHAPES, DTYPES[dtype], steps, exact=exact):
+        pair.step(grads)
+    pair.check_state(owners=False)
+    return pair
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.7], ids=["no-clip", "clip"])
+@pytest.mark.parametrize("channel_dim", DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_i1_k_1_is_adamw(
+    dtype: str, channel_dim: str, max_grad_norm: float | None, device: str, build: Builder
+) -> None:
+    pair = follows_reference(build, device, dtype, topk_ratio=1, channel_dim=channel_dim, max_grad_norm=max_grad_norm)
+    assert pair.engine.stats().worker_pid is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ring_dtype", "max_grad_norm"),
+    [
+        ("bf16", "auto", None),
+        ("bf16", "float32", 0.7),
+        ("fp16", "auto", 0.7),
+        ("fp32", "auto", 0.7),
+        ("fp32", "float32", None),
+    ],
+)
+def test_i2_k_0_synchronous_is_adamw(
+    dtype: str, ring_dtype: str, max_grad_norm: float | None, device: str, build: Builder
+) -> None:
+    settings = {"topk_ratio": 0, "update_interval": 1, "overlap_step": False}
+    follows_reference(build, device, dtype, ring_dtype=ring_dtype, max_grad_norm=max_grad_norm, **settings)
+
+
+@pytest.mark.parametrize("channel_dim", DIMS)
+@pytest.mark.parametrize(
+    ("dtype", "ring_dtype", "max_grad_norm"), [("bf16", "auto", None), ("bf16", "float32", 0.7), ("fp32", "auto", 0.7)]
+)
+@pytest.mark.parametrize("topk_ratio", [0.05, 0.5])
+def test_i3_any_k_synchronous_is_adamw(
+    topk_ratio: float,
+    dtype: str,
+    ring_dtype: str,
+    max_grad_norm: float | None,
+    channel_dim: str,
+    device: str,
+    build: Builder,
+) -> None:
+    pair = follows_reference(
+        build,
+        device,
+        dtype,
+        topk_ratio=topk_ratio,
+        update_interval=1,
+        overlap_step=False,
+        select_interval=3,
+        channel_dim=channel_dim,
+        ring_dtype=ring_dtype,
+        max_grad_norm=max_grad_norm,
+    )
+    assert pair.engine.stats().selections == 7
+
+
+def trajectory(build: Builder, device: str, steps: int, **settings: Any) -> tuple[list[Any], list[Any]]:
+    """Weights after every step, and every parameter's channel state after the last."""
+    parameters = make_parameters(SHAPES, torch.bfloat16, device)
+    engine = build(parameters, **{"lr": 0.02, "topk_ratio": 0.3, "select_interval": 8, **settings})
+    weights = []
+    for grads in make_gradients(SHAPES, torch.bfloat16, steps, exact="max_grad_norm" in settings):
+        feed(parameters, grads)
+        engine.step()
+        weights.append(snapshot(parameters))
+    return weights, [engine.channel_state(parameter) for parameter in parameters]
+
+
+@pytest.mark.parametrize("channel_dim", DIMS)
+def test_i5_a_selection_changes_no_bit(channel_dim: str, device: str, build: Builder) -> None:
+    """Without overlap a selecting step differs from a plain one in steps (c) and (d) alone."""
+    settings = {"overlap_step": False, "update_interval": 4, "channel_dim": channel_dim}
+    weights, states = trajectory(build, device, 8, select_interval=8, **settings)
+    plain_weights, plain_states = trajectory(build, device, 8, select_interval=10**6, **settings)
+    changed_owner = 0
+    for index, (state, plain) in enumerate(zip(states, plain_states, strict=True)):
+        assert_same_bits(weights[-1][index], plain_weights[-1][index], f"weight {index}")
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert_same_bits(getattr(state, name), getattr(plain, name), f"{name} of {index}")
+        assert torch.equal(state.step, plain.step)
+        assert int(state.selected.sum()) == int(plain.selected.sum())
+        changed_owner += int((state.selected != plain.selected).sum())
+    assert changed_owner > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bucket_bytes": 32},
+        {"bucket_bytes": 500},
+        {"worker_threads": 2},
+        {"worker_threads": "auto"},
+        {"core_binding": True},
+        {"core_binding": False, "pt_reserved_cores_perc": 0.5},
+    ],
+    ids=["again", "bucket=32", "bucket=500", "threads=2", "threads=auto", "bound", "unbound"],
+)
+def test_i6_the_machine_changes_no_bit(settings: dict[str, Any], device: str, build: Builder) -> None:
+    base_weights, base_states = trajectory(build, device, 14, max_grad_norm=0.5)
+    weights, states = trajectory(build, device, 14, max_grad_norm=0.5, **settings)
+    for step, (expected, actual) in enumerate(zip(base_weights, weights, strict=True), start=1):
+        for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
+            assert_same_bits(other, one, f"weight {index} after step {step}")
+    for expected, actual in zip(base_states, states, strict=True):
+        assert torch.equal(expected.step, actual.step)
+        assert torch.equal(expected.selected, actual.selected)
+        assert_same_bits(actual.master, expected.master)
+
+
+@pytest.mark.parametrize("update_interval", [1, 4])
+def test_i8_every_channel_has_one_owner(update_interval: int, device: str, build: Builder) -> None:
+    """t counts the updates a channel received: one a step from the GPU, one a window from the worker, never both."""
+    parameters = make_parameters(SHAPES, torch.bfloat16, device)
+    engine = build(parameters, topk_ratio=0.3, update_interval=update_interval, select_interval=8)
+    received = [torch.zeros_like(engine.channel_state(parameter).step) for parameter in parameters]
+    owned: list[torch.Tensor] = []
+    for step, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 24), start=1):
+        feed(parameters, grads)
+        engine.step()
+        states = [engine.channel_state(parameter) for parameter in parameters]
+        if step == 1:
+            owned = [state.selected for state in states]
+        for index, (shape, state) in enumerate(zip(SHAPES, states, strict=True)):
+            received[index] += owned[index].long() + (~owned[index] & (step % update_interval == 0)).long()
+            assert state.step.tolist() == received[index].tolist(), f"t of {index} after step {step}"
+            channels = shape and len(shape) > 1 and state.master.shape[1]
+            assert int(state.selected.sum()) == (max(1, round(0.3 * channels)) if channels else len(state.selected))
+        owned = [state.selected for state in states]
