@@ -1,0 +1,137 @@
+"""Anonymous shared memory: one memfd and one mapping, with NumPy views that may outlive it.
+
+Python's own `mmap` refuses to close while views exist and keeps a second descriptor; here the mapping goes with its
+last view, and memory and descriptor go at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+
+from zenflow.cores import available_memory
+
+POPULATE_CHUNK = 64 << 20
+_PROT_READ_WRITE, _MAP_SHARED = 3, 1
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_PUNCH_HOLE_KEEP_SIZE = 3
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def require_memory(needed: int) -> None:
+    """MemoryError, before anything is taken, if the host or its cgroup cannot give `needed` bytes."""
+    available = available_memory()
+    if needed > available:
+        raise MemoryError(
+            f"the CPU optimizer needs {needed:,} bytes of host memory, {available:,} bytes are available: "
+            "train fewer parameters, or give the host or container more memory"
+        )
+
+
+class _Mapping:
+    """A shared mapping of a descriptor; unmapped when the last array made from it is gone."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {nbytes:,} bytes: {os.strerror(code)}")
+        self.address: int = address
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            _libc.munmap(self.address, self.nbytes)
+
+
+class Arena:
+    """`nbytes` of shared memory behind the descriptor `fd`."""
+
+    def __init__(self, fd: int, nbytes: int, made_here: bool) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        self._maker = os.getpid() if made_here else None
+        try:
+            self._mapping: _Mapping | None = _Mapping(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Arena:
+        """New zeroed memory; `name` shows in /proc only."""
+        if nbytes < 1:
+            raise ValueError(f"nbytes must be at least 1, got {nbytes}")
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, made_here=True)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Arena:
+        """The memory behind a received descriptor, which it takes over; ValueError if it is smaller than `nbytes`."""
+        size = os.fstat(fd).st_size
+        if size < nbytes:
+            raise ValueError(f"the arena has {size} bytes, expected {nbytes}")
+        return cls(fd, nbytes, made_here=False)
+
+    @property
+    def address(self) -> int:
+        """Start of the mapping in this process, page-aligned."""
+        assert self._mapping is not None, "the arena is closed"
+        return self._mapping.address
+
+    def array(self, dtype: np.dtype | type, offset: int, count: int) -> np.ndarray:
+        """`count` elements from byte `offset` on, writable; keeps the mapping, not the memory, alive."""
+        assert self._mapping is not None, "the arena is closed"
+        nbytes = np.dtype(dtype).itemsize * count
+        assert 0 <= offset <= self.nbytes - nbytes, (offset, nbytes, self.nbytes)
+        return np.asarray(self._mapping)[offset : offset + nbytes].view(dtype)
+
+    def populate(self, threads: int = 1) -> None:
+        """Touch every page now, in parallel, so that training never faults; changes no byte."""
+        _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            for _ in pool.map(self._populate, self._chunks()):
+                pass
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.nbytes, POPULATE_CHUNK):
+            yield start, min(POPULATE_CHUNK, self.nbytes - start)
+
+    def _populate(self, chunk: tuple[int, int]) -> None:
+        start, length = chunk
+        # Kernels before 5.14 cannot: then new memory, which is zero, is cleared once more, and received memory is left.
+        if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) and self._maker:
+            _libc.memset(self.address + start, 0, length)
+
+    def close(self) -> None:
+        """Give memory and descriptor back, once. Live views read zeros from now on, if this process made it."""
+        if self._mapping is None:
+            return
+        if self._maker == os.getpid():
+            # The pages go now, whoever still maps them; without this they would stay until the last view is gone.
+            _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, 0, self.nbytes)
+        self._mapping = None
+        os.close(self.fd)
+        self.fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_mapping", None) is not None:
+            with suppress(OSError):
+                os.close(self.fd)

@@ -1,0 +1,187 @@
+"""The trainer's side of the CPU optimizer's process: start it, give it memory, wait for it, notice its end, stop it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import site
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from zenflow.geometry import Segment
+from zenflow.ring import Header, SegmentMemory, WorkerSettings
+
+__all__ = ["WorkerClient", "WorkerError", "WorkerSettings"]
+
+SPIN_SECONDS = 100e-6
+POLL_SECONDS = 50e-6
+LIVENESS_SECONDS = 20e-3
+STOP_SECONDS = 5.0
+TAIL_BYTES = 8192
+
+
+class WorkerError(RuntimeError):
+    """The CPU optimizer's process has failed or is gone; training cannot go on with it."""
+
+
+class WorkerClient:
+    """One worker process. It ends with this object, with this process, or with `close()`.
+
+    settings: see `WorkerSettings`; cores: the logical CPUs that the worker binds itself to; threads: of its pass.
+    """
+
+    def __init__(self, *, settings: WorkerSettings, cores: Sequence[int], threads: int) -> None:
+        self.header = Header.create()
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._output = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
+        try:
+            self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output)
+        except BaseException:
+            self._connection.close()
+            self._socket.close()
+            os.close(self._output)
+            self.header.close()
+            raise
+        finally:
+            theirs.close()
+        self._stop = weakref.finalize(
+            self, _stop, self._process, self._connection, self._socket, self._output, os.getpid()
+        )
+        self._send(("start", settings, tuple(cores), threads))
+
+    @property
+    def worker_pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def done(self) -> int:
+        """Slots fully processed."""
+        return self.header.done
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time that the worker has spent in processing slots."""
+        return self.header.busy_seconds
+
+    @property
+    def closed(self) -> bool:
+        return not self._stop.alive
+
+    def attach(self, segment: Segment, memory: SegmentMemory) -> None:
+        """Hand over a segment's memory, between two windows; returns when the worker has mapped it. WorkerError."""
+        memory.header = self.header
+        fds = memory.fds()
+        self._send(("attach", segment, len(fds)))
+        try:
+            socket.send_fds(self._socket, [b"\0"], fds)
+            while not self._connection.poll(LIVENESS_SECONDS):
+                self.check()
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
+        assert answer == ("attached", segment.index), answer
+
+    def wait_done(self, seq: int) -> float:
+        """Wait until the slot `seq` is processed; seconds waited. WorkerError within a second of the worker's end."""
+        if self.header.done >= seq:
+            return 0.0
+        started = now = time.perf_counter()
+        next_check = started + LIVENESS_SECONDS
+        while self.header.done < seq:
+            now = time.perf_counter()
+            if now > next_check:
+                self.check()
+                next_check = now + LIVENESS_SECONDS
+            if now - started > SPIN_SECONDS:
+                time.sleep(POLL_SECONDS)
+        return now - started
+
+    def check(self) -> None:
+        """WorkerError, with exit code or signal and the worker's traceback, unless it is well. Takes microseconds."""
+        if self.closed:
+            raise WorkerError("the CPU optimizer's process has been stopped")
+        if self._process.poll() is not None or self.header.error is not None:
+            raise self._failure()
+
+    def close(self) -> None:
+        """Stop the process and free its header, once; slots that it has not finished are dropped."""
+        self._stop()
+        self.header.close()
+
+    def _send(self, message: tuple) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._failure() from error
+
+    def _failure(self) -> WorkerError:
+        """Its end is certain or near when this is called: wait for it, then tell."""
+        if self.closed:
+            return WorkerError("the CPU optimizer's process has been stopped")
+        try:
+            code = self._process.wait(STOP_SECONDS / 5)
+            ended = _describe(code)
+        except subprocess.TimeoutExpired:
+            ended = "no longer answers"
+        told = self.header.error or _tail(self._output)
+        return WorkerError(
+            f"the CPU optimizer's process (pid {self.worker_pid}) {ended}; its last words: {told.strip() or 'none'}"
+        )
+
+
+def _spawn(control: int, header: int, output: int) -> subprocess.Popen:
+    """A fresh interpreter that shares nothing with this one but the descriptors; never a fork that runs user code."""
+    if not sys.executable:
+        raise RuntimeError("sys.executable is empty: the CPU optimizer's process needs a Python interpreter to start")
+    starter = "main" if threading.current_thread() is threading.main_thread() else "thread"
+    arguments = [str(control), str(header), str(os.getpid()), starter]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "zenflow.worker", *arguments],
+        stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        pass_fds=(control, header), env=_environment(), start_new_session=True,
+    )  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment; thread settings meant for the trainer's cores are left out."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    folders = [Path(find_spec(name).origin).parent.parent for name in ("zenflow.ring", "zenflow_kernels.numerics")]
+    installed = {Path(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())}
+    added = [str(folder) for folder in dict.fromkeys(folders) if folder not in installed]
+    env["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, [env.get("PYTHONPATH")])])
+    env["OPENBLAS_NUM_THREADS"] = "1"
+    return env
+
+
+def _stop(process: subprocess.Popen, connection: Connection, control: socket.socket, output: int, owner: int) -> None:
+    """Ask, wait, then kill. In a forked copy of the owner nothing but the copy's descriptors goes."""
+    if os.getpid() == owner:
+        try:
+            connection.send(("stop",))
+            process.wait(STOP_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
+    connection.close()
+    control.close()
+    os.close(output)
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+
+
+def _tail(output: int) -> str:
+    size = os.fstat(output).st_size
+    return os.pread(output, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")

@@ -1,0 +1,147 @@
+"""Which cores and how much memory this process may use, and how trainer and worker share the cores.
+
+Reads the affinity mask, the cgroup limits (v1 and v2, every level up to the root) and the topology of the cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CPU_ROOT = Path("/sys/devices/system/cpu")
+
+
+@dataclass
+class CorePlan:
+    """Logical CPUs of the trainer and of the worker, and the worker's threads."""
+
+    trainer_cores: tuple[int, ...]
+    worker_cores: tuple[int, ...]
+    worker_threads: int
+    _before: dict[int, set[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def bind_trainer(self) -> None:
+        """Bind every thread of this process to `trainer_cores`; threads made later inherit it. Once until restored."""
+        if self._before:
+            return
+        for task in _own_tasks():
+            with suppress(OSError):
+                before = os.sched_getaffinity(task)
+                os.sched_setaffinity(task, self.trainer_cores)
+                self._before[task] = before
+
+    def restore_trainer(self) -> None:
+        """Give every thread back the CPUs it had; threads made since then those of the calling thread."""
+        if not self._before:
+            return
+        own = self._before.get(threading.get_native_id()) or set().union(*self._before.values())
+        for task in _own_tasks():
+            with suppress(OSError):
+                os.sched_setaffinity(task, self._before.get(task, own))
+        self._before.clear()
+
+
+def plan_cores(reserved_share: float, bind: bool, threads: int | str = "auto") -> CorePlan:
+    """How trainer and worker share the logical CPUs that this process may run on.
+
+    The trainer keeps `reserved_share` (0..1) of the physical cores, at least one, with all their hardware threads; the
+    worker gets one hardware thread of each of the others, at least one. The two are disjoint, except on a single core,
+    which they share. With `bind` false both lists are all allowed CPUs. `threads` "auto" is one a physical core of the
+    worker's, within the cgroup's CPU quota; a number is taken as it is.
+    """
+    cores = physical_cores()
+    kept, given = _split(len(cores), reserved_share)
+    if threads == "auto":
+        budget = min(len(cores), max(1, math.floor(min(cpu_quota(), len(cores)))))
+        worker_threads = min(given, _split(budget, reserved_share)[1])
+    else:
+        worker_threads = int(threads)
+    everything = tuple(sorted(cpu for core in cores for cpu in core))
+    if not bind:
+        return CorePlan(everything, everything, worker_threads)
+    trainer = tuple(sorted(cpu for core in cores[:kept] for cpu in core))
+    return CorePlan(trainer, tuple(core[0] for core in cores[-given:]), worker_threads)
+
+
+def _own_tasks() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return [threading.get_native_id()]
+
+
+def _split(n_cores: int, reserved_share: float) -> tuple[int, int]:
+    if n_cores == 1:
+        return 1, 1
+    kept = min(n_cores - 1, max(1, round(n_cores * reserved_share)))
+    return kept, n_cores - kept
+
+
+def physical_cores(allowed: set[int] | None = None, root: Path = CPU_ROOT) -> list[tuple[int, ...]]:
+    """The allowed logical CPUs (default: this process's affinity mask), one ascending tuple for each physical core."""
+    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(allowed):
+        siblings = _read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        cores.setdefault(siblings or f"cpu{cpu}", []).append(cpu)
+    return [tuple(core) for core in cores.values()]
+
+
+def cpu_quota(root: Path = CGROUP_ROOT, membership: str | None = None) -> float:
+    """CPUs' worth of time that the cgroups allow this process; infinity without a limit."""
+    quota = math.inf
+    for folder in _groups(root, "cpu", membership):
+        limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
+        if limit == "max":
+            limit, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or ""
+        if int(limit) > 0:
+            quota = min(quota, int(limit) / int(period or 100_000))
+    return quota
+
+
+def available_memory(
+    root: Path = CGROUP_ROOT, membership: str | None = None, meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Bytes that this process can still take without swapping: the host's MemAvailable within the cgroups' limits."""
+    fields = dict(line.split(":", 1) for line in (_read(meminfo) or "").splitlines() if ":" in line)
+    kib = fields.get("MemAvailable", "").split()
+    available = int(kib[0]) * 1024 if kib else 1 << 62
+    for folder in _groups(root, "memory", membership):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes") or "max"
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit == "max" or used is None:
+            continue
+        stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
+        reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))
+        available = min(available, max(0, int(limit) - int(used) + reclaimable))
+    return available
+
+
+def _groups(root: Path, controller: str, membership: str | None) -> Iterator[Path]:
+    """The folders of this process's cgroup and its ancestors, v2 and v1; only those visible from this namespace."""
+    text = (_read(Path("/proc/self/cgroup")) or "") if membership is None else membership
+    seen: set[Path] = set()
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controller if controllers else root
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            folder = top.joinpath(*parts[:depth])
+            if folder not in seen and folder.is_dir():
+                seen.add(folder)
+                yield folder
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
