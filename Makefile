@@ -1,12 +1,11 @@
 # Every target sets up what it needs in .venv on first use. `make help` lists them.
 SHELL := bash
-PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-gpu lint wheel-test clean
+.PHONY: help train test test-gpu lint wheel-test setup clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Makes the environment VENV: torch, this package (editable) with its extras, and the real model and text that the main
-# job and the convergence test use. PYTHON names the interpreter; where it does not fit, another one is looked for.
+# job and the convergence test use. PYTHON names the interpreter; without it, the first that fits is taken.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 
-fits() { command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
-python=
-for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-    if fits "$candidate"; then python=$candidate && break; fi
+for python in ${PYTHON:-python3 python3.13 python3.12 python3.11} ""; do
+    if [ -n "$python" ] && fits "$python"; then break; fi
 done
 if [ -z "$python" ]; then
-    echo "No Python 3.11, 3.12 or 3.13 found (${PYTHON:-python3}: $("${PYTHON:-python3}" --version 2>&1)); name one: make PYTHON=/path/to/python" >&2
+    found=$("${PYTHON:-python3}" --version 2>/dev/null || true)
+    echo "${PYTHON:-python3} is ${found:-not there}; allowed: Python 3.11, 3.12 or 3.13 (make PYTHON=python3.12)" >&2
     exit 1
 fi
 

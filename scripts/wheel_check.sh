@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath --no-symlinks "$1")
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf "$work" build' EXIT
 
 rm -rf build
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" .
