@@ -3,9 +3,10 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NOVELS := $(VENV)/novels
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu lint wheel-test setup clean
+.PHONY: help train test test-gpu lint wheel-test smollm2 setup clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,9 @@ lint: $(READY) ## Check style
 wheel-test: $(READY) ## Build the wheel and run it from a clean environment
 	scripts/wheel_check.sh $(BIN)/python
 
+smollm2: $(READY) $(NOVELS) ## Run the larger job, SmolLM2-135M on six novels: for a GPU
+	$(BIN)/zenflow-train experiment=smollm2 data.path=$(NOVELS)/usr/lib/R/site-library/janeaustenr $(ARGS)
+
 setup: $(READY) ## Make .venv: torch, this package, the small pretrained model and its text
 
 clean: ## Remove what was built; .venv and results stay
@@ -34,4 +38,9 @@ clean: ## Remove what was built; .venv and results stay
 
 $(READY): pyproject.toml scripts/setup.sh scripts/install_torch.sh
 	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+	touch $@
+
+$(NOVELS): $(READY) scripts/setup_smollm2.sh
+	rm -rf $@
+	scripts/setup_smollm2.sh $(VENV) $@
 	touch $@
