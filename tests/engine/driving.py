@@ -128,6 +128,13 @@ class ReferencePair(Pair):
     def _mirror(self, weights: list[Tensor], groups: list[Group], settings: dict[str, Any]) -> Reference:
         return Reference(weights, groups, settings.get("max_grad_norm"))
 
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Follow parameters that the engine was given later."""
+        self.parameters += parameters
+        added = Reference(snapshot(parameters), [])
+        self.model.states += added.states
+        self.model.shapes += added.shapes
+
 
 def environment(**extra: str) -> dict[str, str]:
     """For a script in a process of its own that imports what this one can."""

@@ -1,0 +1,320 @@
+"""Closing, dying and being copied: nothing hangs, nothing is left behind, and the weights stay usable."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.driving import (
+    SHAPES,
+    Builder,
+    assert_same_bits,
+    environment,
+    feed,
+    make_gradients,
+    make_parameters,
+    snapshot,
+)
+from zenflow import WorkerError, ZenFlow
+
+SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
+LIMIT = 5.0  # seconds in which a dead worker must be noticed
+
+
+def run_steps(engine: ZenFlow, parameters: list[nn.Parameter], steps: int) -> None:
+    for grads in make_gradients(SHAPES, parameters[0].dtype, steps):
+        feed(parameters, grads)
+        engine.step()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def wait_until_gone(pid: int, seconds: float = LIMIT) -> bool:
+    limit = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def shared_mappings() -> int:
+    """How many anonymous files (memfd) this process maps."""
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def shared_descriptors() -> int:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    return sum("memfd:" in link for link in links)
+
+
+def test_close_stops_the_worker_and_keeps_the_weights(device: str) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **SETTINGS)
+    run_steps(engine, parameters, 5)
+    pid = engine.stats().worker_pid
+    assert is_alive(pid)
+    engine.close()
+    assert wait_until_gone(pid)
+    weights = snapshot(parameters)
+    engine.close()
+    del engine
+    gc.collect()
+    for parameter, weight in zip(parameters, weights, strict=True):
+        assert_same_bits(parameter, weight)
+        (parameter.float().sum() * 2).backward()
+
+
+def test_close_flushes_unless_told_not_to(device: str) -> None:
+    """Two equal runs stopped in mid-window: `close()` equals `flush()`, `close(flush=False)` shows no more."""
+    results = []
+    for ending in ("flush", "close", "close-without"):
+        parameters = make_parameters(dtype=torch.bfloat16, device=device)
+        engine = ZenFlow(parameters, **SETTINGS)
+        run_steps(engine, parameters, 5)
+        before = snapshot(parameters)
+        if ending == "flush":
+            engine.flush()
+            flushed = snapshot(parameters)
+        engine.close(flush=ending == "close")
+        results.append((before, snapshot(parameters)))
+    for index, expected in enumerate(flushed):
+        assert_same_bits(results[0][1][index], expected)
+        assert_same_bits(results[1][1][index], expected)
+        assert_same_bits(results[2][1][index], results[2][0][index])
+    assert any(not torch.equal(a, b) for a, b in zip(results[0][0], flushed, strict=True))
+
+
+@pytest.mark.parametrize("topk_ratio", [0.3, 1], ids=["worker", "no-worker"])
+def test_use_after_close_is_an_error(topk_ratio: float, device: str) -> None:
+    parameters = make_parameters(device=device)
+    engine = ZenFlow(parameters, **{**SETTINGS, "topk_ratio": topk_ratio})
+    run_steps(engine, parameters, 3)
+    engine.close()
+    with pytest.raises(RuntimeError, match="close"):
+        run_steps(engine, parameters, 1)
+    engine.zero_grad()
+
+
+def test_close_before_the_first_step(device: str) -> None:
+    parameters = make_parameters(device=device)
+    before = snapshot(parameters)
+    ZenFlow(parameters, **SETTINGS).close()
+    for parameter, weight in zip(parameters, before, strict=True):
+        assert_same_bits(parameter, weight)
+
+
+def test_with_closes_and_flushes(device: str) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    with ZenFlow(parameters, **SETTINGS) as engine:
+        assert isinstance(engine, torch.optim.Optimizer)
+        run_steps(engine, parameters, 5)
+        pid = engine.stats().worker_pid
+    assert wait_until_gone(pid)
+    other = make_parameters(dtype=torch.bfloat16, device=device)
+    with ZenFlow(other, **SETTINGS) as engine:
+        run_steps(engine, other, 5)
+        engine.flush()
+    for parameter, twin in zip(parameters, other, strict=True):
+        assert_same_bits(parameter, twin)
+
+
+def test_an_exception_in_with_closes_without_flush_and_passes(device: str) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    with pytest.raises(KeyError, match="mine"), ZenFlow(parameters, **SETTINGS) as engine:
+        run_steps(engine, parameters, 5)
+        pid, before = engine.stats().worker_pid, snapshot(parameters)
+        raise KeyError("mine")
+    assert wait_until_gone(pid)
+    for parameter, weight in zip(parameters, before, strict=True):
+        assert_same_bits(parameter, weight)
+
+
+def test_an_engine_that_is_dropped_leaves_no_worker(device: str) -> None:
+    parameters = make_parameters(device=device)
+    engine = ZenFlow(parameters, **SETTINGS)
+    run_steps(engine, parameters, 2)
+    pid = engine.stats().worker_pid
+    del engine
+    gc.collect()
+    assert wait_until_gone(pid)
+
+
+def test_close_gives_all_shared_memory_back() -> None:
+    gc.collect()
+    entries, mappings, descriptors = set(os.listdir("/dev/shm")), shared_mappings(), shared_descriptors()
+    for _ in range(3):
+        parameters = make_parameters(dtype=torch.bfloat16)
+        engine = ZenFlow(parameters, **SETTINGS)
+        run_steps(engine, parameters, 3)
+        engine.close()
+        del engine, parameters
+        gc.collect()
+    assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)
+    assert set(os.listdir("/dev/shm")) <= entries
+
+
+@pytest.mark.parametrize("moment", ["idle", "mid-window", "busy"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_e7_a_killed_worker_is_an_error_with_its_exit_code(moment: str, overlap: bool, device: str) -> None:
+    """E7: an exception within 5 s that names the exit code; then closing frees everything."""
+    gc.collect()
+    mappings, descriptors = shared_mappings(), shared_descriptors()
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **{**SETTINGS, "update_interval": 4, "overlap_step": overlap})
+    run_steps(engine, parameters, {"idle": 0, "mid-window": 6, "busy": 4}[moment])
+    pid = engine.stats().worker_pid
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="-9|SIGKILL"):
+        while time.monotonic() - start < LIMIT:
+            run_steps(engine, parameters, 1)
+    assert time.monotonic() - start < LIMIT
+    assert issubclass(WorkerError, RuntimeError)
+    engine.close()
+    assert wait_until_gone(pid)
+    assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+    del engine, parameters
+    gc.collect()
+    assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)
+
+
+@pytest.mark.parametrize("call", ["flush", "close", "state_dict", "channel_state"])
+def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **SETTINGS)
+    run_steps(engine, parameters, 3)
+    os.kill(engine.stats().worker_pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="-9|SIGKILL"):
+        engine.channel_state(parameters[0]) if call == "channel_state" else getattr(engine, call)()
+        engine.flush()
+    assert time.monotonic() - start < LIMIT
+    engine.close(flush=False)
+
+
+def test_e2_the_trainer_can_read_after_the_worker_is_gone() -> None:
+    """E2: the worker exits first; weights are readable, nothing is left in /dev/shm, and no leak is reported."""
+    script = """
+import os, signal, torch
+from zenflow import WorkerError, ZenFlow
+weight = torch.nn.Parameter(torch.ones(8, 12))
+entries = set(os.listdir("/dev/shm"))
+engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)
+for _ in range(3):
+    weight.grad = torch.ones(8, 12)
+    engine.step()
+os.kill(engine.stats().worker_pid, signal.SIGKILL)
+try:
+    while True:
+        engine.step()
+except WorkerError:
+    print("noticed")
+engine.close()
+print(bool(weight.isfinite().all()), sorted(set(os.listdir("/dev/shm")) - entries))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split("\n")[:2] == ["noticed", "True []"]
+    assert "leak" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+def test_e3_construction_leaves_the_start_method_alone(device: str) -> None:
+    """E3: also where the device was used before; no global state of multiprocessing changes."""
+    torch.ones(2, device=device).sum().item()
+    before = multiprocessing.get_start_method(allow_none=True)
+    parameters = make_parameters(device=device)
+    with ZenFlow(parameters, **SETTINGS) as engine:
+        run_steps(engine, parameters, 3)
+        assert multiprocessing.get_start_method(allow_none=True) == before
+        assert multiprocessing.active_children() == []
+
+
+GUARDLESS = """
+import torch
+from zenflow import ZenFlow
+print("training starts", flush=True)
+weight = torch.nn.Parameter(torch.ones(8, 12))
+engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)
+for _ in range(4):
+    weight.grad = torch.ones(8, 12)
+    engine.step()
+{ending}
+print("trained", engine.stats().worker_pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("ending", ["closed", "not-closed", "raises"])
+def test_e16_a_script_without_a_main_guard_trains_once(ending: str, tmp_path: Path) -> None:
+    """E16: it works, its body runs once, and no worker outlives it, closed or not."""
+    script = tmp_path / "train.py"
+    last = {
+        "closed": "engine.flush()",
+        "not-closed": "",
+        "raises": "print('trained', engine.stats().worker_pid); 1 / 0",
+    }
+    script.write_text(GUARDLESS.format(ending=last[ending]) + ("engine.close()\n" if ending == "closed" else ""))
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.strip().split("\n")
+    assert done.returncode == (1 if ending == "raises" else 0), done.stderr
+    assert lines[0] == "training starts"
+    assert len(lines) == 2
+    assert wait_until_gone(int(lines[1].split()[1]))
+    if ending == "raises":
+        assert "ZeroDivisionError" in done.stderr
+    else:
+        assert done.stderr == ""
+
+
+def test_copies_and_pickles_are_refused(device: str, build: Builder) -> None:
+    engine = build(make_parameters(device=device), topk_ratio=0.3)
+    with pytest.raises(TypeError, match="state_dict|copied|copy"):
+        copy.deepcopy(engine)
+    with pytest.raises(TypeError, match="state_dict|pickle"):
+        pickle.dumps(engine)
+
+
+def test_two_engines_side_by_side(device: str, build: Builder) -> None:
+    """Each has its own worker and memory; together they do what each does alone."""
+    alone = make_parameters(dtype=torch.bfloat16, device=device)
+    run_steps(build(alone, lr=0.02, topk_ratio=0.3), alone, 9)
+    pairs = [make_parameters(dtype=torch.bfloat16, device=device) for _ in range(2)]
+    engines = [build(parameters, lr=0.02, topk_ratio=0.3) for parameters in pairs]
+    for grads in make_gradients(SHAPES, torch.bfloat16, 9):
+        for engine, parameters in zip(engines, pairs, strict=True):
+            feed(parameters, grads)
+            engine.step()
+    assert engines[0].stats().worker_pid != engines[1].stats().worker_pid
+    for parameters in pairs:
+        for parameter, expected in zip(parameters, alone, strict=True):
+            assert_same_bits(parameter, expected)

@@ -1,0 +1,162 @@
+"""Saving and loading on the same machine: masters, moments, t, owners, sums, the clock and what is pending."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.driving import (
+    DTYPES,
+    SHAPES,
+    Builder,
+    Pair,
+    assert_same_bits,
+    feed,
+    make_gradients,
+    make_parameters,
+    snapshot,
+)
+from zenflow import ZenFlow
+
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval": 4, "select_interval": 8}
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def advance(engine: ZenFlow, parameters: list[torch.nn.Parameter], stream: list[list[torch.Tensor]]) -> list[Any]:
+    weights = []
+    for grads in stream:
+        feed(parameters, grads)
+        engine.step()
+        weights.append(snapshot(parameters))
+    return weights
+
+
+@pytest.mark.parametrize("save_at", [1, 3, 4, 5, 7, 8, 9])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_resumed_run_equals_the_uninterrupted_one(dtype: str, save_at: int, device: str, build: Builder) -> None:
+    """Steps 4 and 8 end windows (8 selects); 5 and 7 have a result pending and a partial sum."""
+    stream = make_gradients(SHAPES, DTYPES[dtype], 14)
+    first = make_parameters(SHAPES, DTYPES[dtype], device)
+    engine = build(first, **SETTINGS)
+    advance(engine, first, stream[:save_at])
+    saved = through_a_file(engine.state_dict())
+    expected = advance(engine, first, stream[save_at:])
+
+    second = make_parameters(SHAPES, DTYPES[dtype], device, seed=9)
+    resumed = build(second, **{**SETTINGS, "lr": 0.75})
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == 0.02
+    actual = advance(resumed, second, stream[save_at:])
+    for step, (one, other) in enumerate(zip(expected, actual, strict=True), start=save_at + 1):
+        for index, (weight, resumed_weight) in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(resumed_weight, weight, f"weight {index} after step {step}")
+    for parameter, other in zip(first, second, strict=True):
+        state, resumed_state = engine.channel_state(parameter), resumed.channel_state(other)
+        assert torch.equal(state.step, resumed_state.step)
+        assert torch.equal(state.selected, resumed_state.selected)
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert_same_bits(getattr(resumed_state, name), getattr(state, name), name)
+
+
+def test_loading_shows_the_saved_weights(device: str, build: Builder) -> None:
+    """Masters win over weights, and a pending result stays invisible."""
+    stream = make_gradients(SHAPES, torch.bfloat16, 6)
+    first = make_parameters(SHAPES, torch.bfloat16, device)
+    engine = build(first, **SETTINGS)
+    advance(engine, first, stream)
+    saved = through_a_file(engine.state_dict())
+    second = make_parameters(SHAPES, torch.bfloat16, device, seed=9)
+    resumed = build(second, **SETTINGS)
+    resumed.load_state_dict(saved)
+    for index, (parameter, other) in enumerate(zip(first, second, strict=True)):
+        assert_same_bits(other, parameter, f"weight {index}")
+
+
+def test_saving_changes_nothing(device: str, build: Builder) -> None:
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    for grads in make_gradients(SHAPES, torch.bfloat16, 13):
+        pair.step(grads)
+        pair.engine.state_dict()
+        pair.check_weights()
+    pair.check_state()
+
+
+def test_c12_masters_and_moments_stay_fp32(device: str, build: Builder) -> None:
+    """C12: nothing is cast to the weights' dtype on the way out or in."""
+    parameters = make_parameters(SHAPES, torch.bfloat16, device)
+    engine = build(parameters, **SETTINGS)
+    advance(engine, parameters, make_gradients(SHAPES, torch.bfloat16, 4))
+    states = [engine.channel_state(parameter) for parameter in parameters]
+    saved = engine.state_dict()
+    for index, (shape, state) in enumerate(zip(SHAPES, states, strict=True)):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert saved["state"][index][name].dtype == torch.float32
+            assert tuple(saved["state"][index][name].shape) == shape
+            assert_same_bits(saved["state"][index][name].reshape(getattr(state, name).shape), getattr(state, name))
+    engine.load_state_dict(through_a_file(saved))
+    for parameter, state in zip(parameters, states, strict=True):
+        again = engine.channel_state(parameter)
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert_same_bits(getattr(again, name), getattr(state, name), name)
+
+
+def test_the_state_is_empty_before_the_first_step_and_loading_it_is_nothing(device: str, build: Builder) -> None:
+    """Accelerate does both when it prepares an optimizer."""
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    empty = pair.engine.state_dict()
+    assert empty["state"] == {}
+    pair.engine.load_state_dict(through_a_file(empty))
+    pair.check_weights()
+    for grads in make_gradients(SHAPES, torch.bfloat16, 9):
+        pair.step(grads)
+    pair.check_state()
+
+
+@pytest.mark.parametrize("topk_ratio", [0, 0.3, 1], ids=lambda k: f"k={k}")
+def test_b1_buckets_and_betas_after_a_jump_in_steps(topk_ratio: float, device: str, build: Builder) -> None:
+    """B1: one bucket or several, t jumps to 1,000 by a loaded state, betas change midway: the same bits."""
+    shapes, results = [(12, 10), (31, 3)], []
+    for bucket_bytes in (1 << 20, 160):
+        parameters = make_parameters(shapes, torch.bfloat16, device)
+        engine = build(parameters, **{**SETTINGS, "topk_ratio": topk_ratio, "bucket_bytes": bucket_bytes})
+        stream = make_gradients(shapes, torch.bfloat16, 16)
+        weights = advance(engine, parameters, stream[:4])
+        saved = through_a_file(engine.state_dict())
+        for state in saved["state"].values():
+            state["step"] = state["step"] + 1000
+        engine.load_state_dict(saved)
+        weights += advance(engine, parameters, stream[4:10])
+        for group in engine.param_groups:
+            group["betas"] = (0.7, 0.9995)
+        weights += advance(engine, parameters, stream[10:])
+        states = [engine.channel_state(parameter) for parameter in parameters]
+        assert int(states[0].step.max()) == 1000 + (16 if topk_ratio else 4)
+        results.append((weights, states))
+    for one, other in zip(results[0][0], results[1][0], strict=True):
+        for weight, twin in zip(one, other, strict=True):
+            assert_same_bits(twin, weight)
+    for state, twin in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(state.step, twin.step)
+        assert_same_bits(twin.master, state.master)
+        assert_same_bits(twin.exp_avg_sq, state.exp_avg_sq)
+
+
+def test_a_state_of_another_shape_is_refused(device: str, build: Builder) -> None:
+    parameters = make_parameters([(6, 10)], device=device)
+    engine = build(parameters, **SETTINGS)
+    advance(engine, parameters, make_gradients([(6, 10)], steps=2))
+    others = make_parameters([(6, 11)], device=device)
+    other = build(others, **SETTINGS)
+    before = snapshot(others)
+    with pytest.raises(ValueError, match="shape|6, 10"):
+        other.load_state_dict(engine.state_dict())
+    assert_same_bits(others[0], before[0])
