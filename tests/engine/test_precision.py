@@ -101,7 +101,7 @@ class Scale:
 
 @pytest.mark.parametrize("topk_ratio", [0, 0.4, 1], ids=lambda k: f"k={k}")
 def test_r4_both_halves_are_unscaled_and_clipped(topk_ratio: float, device: str, build: Builder) -> None:
-    """R4: fp16 gradients scaled by 2^16 (as far as they fit), clip 1e-3: AdamW on fp32 masters with the true gradients."""
+    """R4: fp16 gradients that carry a scale of 2^16, clip 1e-3: AdamW on fp32 masters with the true gradients."""
     shapes = [(6, 10), (5, 7), (3,)]
     parameters = make_parameters(shapes, torch.float16, device)
     engine = build(
