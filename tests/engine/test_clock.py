@@ -146,7 +146,9 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_c1_schedulers_drive_both_halves(name: str, device: str, build: Builder) -> None:
+def test_c1_schedulers_drive_both_halves(
+    name: str, device: str, build: Builder, recwarn: pytest.WarningsRecorder
+) -> None:
     """C1: each deferred update uses the last counted step's rate; OneCycleLR changes the betas too."""
     pair = Pair(build, make_parameters(dtype=torch.bfloat16, device=device), lr=0.02, topk_ratio=0.3, select_interval=8)
     scheduler = SCHEDULERS[name](pair.engine)
@@ -157,6 +159,7 @@ def test_c1_schedulers_drive_both_halves(name: str, device: str, build: Builder)
         scheduler.step()
     pair.check_state()
     assert len(set(rates)) > 1
+    assert not [str(w.message) for w in recwarn if "optimizer.step" in str(w.message)]
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-20, torch.tensor(0.0)], ids=["0", "1e-20", "tensor"])

@@ -213,6 +213,20 @@ def test_weights_edited_between_steps_are_taken_over(device: str, build: Builder
         assert_same_bits(engine.channel_state(parameter).master, master)
 
 
+def test_x3_weights_swapped_out_and_back_keep_the_low_bits(device: str, build: Builder) -> None:
+    """X3: averaged weights for an evaluation, then the originals again: the next step is what it would have been."""
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), lr=0.01, topk_ratio=0.3, update_interval=2)
+    for grads in make_gradients(SHAPES, torch.bfloat16, 11):
+        pair.step(grads)
+        kept = snapshot(pair.parameters)
+        with torch.no_grad():
+            for parameter in pair.parameters:
+                parameter.mul_(0.5)
+            for parameter, weight in zip(pair.parameters, kept, strict=True):
+                parameter.copy_(weight)
+    pair.check_state()
+
+
 def test_reload_weights_takes_over_edits_through_data(device: str, build: Builder) -> None:
     parameters = make_parameters(SHAPES, torch.bfloat16, device)
     engine = build(parameters, lr=0.0, weight_decay=0, topk_ratio=0.3, update_interval=2)
