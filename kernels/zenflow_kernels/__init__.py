@@ -1,7 +1,8 @@
-"""ZenFlow's kernels: one op, one file, each with its mathematics, its Triton kernel, its launcher and a torch reference.
+"""ZenFlow's kernels: one op, one file, each with its mathematics, Triton kernel, launcher and torch reference.
 
 CUDA tensors take the Triton kernels, CPU tensors the references; `interpreted()` sends CPU tensors through the kernels
 in Triton's interpreter (tests). Names are resolved on first use, so `zenflow_kernels.numerics` imports without Triton.
+`zenflow_kernels.fused_step` is the module; its function of the same name is imported from there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ _HOMES = {
     "StepControl": "control",
     "close_step": "norm",
     "partial_norms": "norm",
-    "fused_step": "fused_step",
     "write_masters": "fused_step",
     "interpreted": "dispatch",
 }
@@ -33,8 +33,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name != _HOMES[name]:
-        globals()[name] = value
+    globals()[name] = value
     return value
 
 

@@ -39,6 +39,11 @@ EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 _interpreting = False
 
 
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a torch dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def uses_triton(tensor: Tensor) -> bool:
     """True for CUDA tensors, and for every tensor inside `interpreted()`."""
     if not (tensor.is_cuda or _interpreting):

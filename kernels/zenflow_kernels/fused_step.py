@@ -11,13 +11,169 @@ written. `round` is to the nearest, ties to even, in the tensor's own dtype.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
-from zenflow_kernels.dispatch import on_device, uses_triton
+from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, adamw_, chunks
-from zenflow_kernels.table import Entry, Table
+from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
+
+N_HYPER, ADD = tl.constexpr(len(HYPER)), tl.constexpr(FOLD_ADD)
+FOLD_BLOCK = 4096  # elements of the gradient folded at once
+UPDATE_BLOCK = 1024  # selected elements updated at once
+
+
+@triton.jit
+def _scale(grad, inv_scale, clip):
+    return (grad.to(tl.float32) * inv_scale) * clip
+
+
+@triton.jit
+def _fold_tile(
+    grad_ptr, slot_ptr, accumulator_ptr,
+    row_0, col_0, height, width, cols, fold, inv_scale, clip,
+    KIND: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Fold rows [row_0, row_0 + height) x columns [col_0, col_0 + width), writing 0 where a channel is selected."""
+    base = row_0 * cols + col_0
+    add = tl.full([BLOCK_R, BLOCK_C], fold, tl.int32) == ADD
+    for c in range(0, width, BLOCK_C):
+        offs_c = c + tl.arange(0, BLOCK_C)
+        mask_c = offs_c < width
+        if KIND == tiles.COLUMN:
+            slot_c = tl.load(slot_ptr + col_0 + offs_c, mask=mask_c, other=-1)  # [BLOCK_C]
+        for r in range(0, height, BLOCK_R):
+            offs_r = r + tl.arange(0, BLOCK_R)
+            mask = (offs_r < height)[:, None] & mask_c[None, :]
+            offs = base + offs_r.to(tl.int64)[:, None] * cols + offs_c[None, :]
+            if KIND == tiles.COLUMN:
+                deferred = (slot_c < 0)[None, :]
+                mask_grad = mask  # one mask for neighbours, or loads are not vectorised
+            else:
+                deferred = (tl.load(slot_ptr + row_0 + offs_r, mask=offs_r < height, other=0) < 0)[:, None]
+                mask_grad = mask & deferred
+            grad = tl.load(grad_ptr + offs, mask=mask_grad, other=0.0)  # [BLOCK_R, BLOCK_C]
+            sums = tl.load(accumulator_ptr + offs, mask=mask_grad & add, other=0.0)
+            scaled = _scale(grad, inv_scale, clip)
+            folded = tl.where(add, sums.to(tl.float32) + scaled, scaled)
+            tl.store(accumulator_ptr + offs, tl.where(deferred, folded, 0.0).to(ACC_DTYPE), mask=mask)
+
+
+@triton.jit
+def _write_share(
+    fields_ptr, entry, row_0, col_0, height, width,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """weight = round(master) in one share of the compact state."""
+    cols, selected = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.SELECTED)
+    channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
+    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED)
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED)
+    for offset in range(0, height * width, BLOCK):
+        offs = offset + tl.arange(0, BLOCK)
+        state, dense, _, mask = tiles.locate(offs, row_0, col_0, height, width, cols, selected, channel_ptr, KIND)
+        p = tl.load(master_ptr + state, mask=mask, other=0.0)  # [BLOCK]
+        tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
+
+
+@triton.jit
+def _update_share(
+    fields_ptr, entry, grad_ptr, row_0, col_0, height, width,
+    advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """AdamW in one share of the compact state, in the written order of `numerics.adamw_`."""
+    cols, selected = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.SELECTED)
+    group = tiles.field(fields_ptr, entry, tiles.GROUP)
+    channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
+    start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
+    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED)
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED)
+    exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED)
+    exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED)
+    hyper_ptr += N_HYPER * group
+    lr, eps, decay = tl.load(hyper_ptr), tl.load(hyper_ptr + 5), tl.load(hyper_ptr + 6)
+    beta1, one_minus_beta1 = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
+    beta2, one_minus_beta2 = tl.load(hyper_ptr + 3), tl.load(hyper_ptr + 4)
+    for offset in range(0, height * width, BLOCK):
+        offs = offset + tl.arange(0, BLOCK)
+        state, dense, position, mask = tiles.locate(
+            offs, row_0, col_0, height, width, cols, selected, channel_ptr, KIND
+        )
+        t = tl.load(start_ptr + position, mask=mask, other=0) + advance  # [BLOCK]
+        factors_ptr = bias_ptr + 2 * (group * bias_length + tl.minimum(t, bias_length - 1))
+        step_size = lr * tl.load(factors_ptr, mask=mask, other=1.0)
+        denom_scale = tl.load(factors_ptr + 1, mask=mask, other=1.0)
+        g = _scale(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)
+        p = tl.load(master_ptr + state, mask=mask, other=0.0)
+        m = tl.load(exp_avg_ptr + state, mask=mask, other=0.0)
+        v = tl.load(exp_avg_sq_ptr + state, mask=mask, other=0.0)
+        m = beta1 * m + one_minus_beta1 * g
+        v = beta2 * v + one_minus_beta2 * (g * g)
+        p = p * decay
+        p = p - step_size * tl.div_rn(m, tl.sqrt_rn(v) * denom_scale + eps)
+        tl.store(exp_avg_ptr + state, m, mask=mask)
+        tl.store(exp_avg_sq_ptr + state, v, mask=mask)
+        tl.store(master_ptr + state, p, mask=mask)
+        tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["bias_length", "first"])
+def _step_kernel(
+    fields_ptr, grad_ptrs, tile_entry_ptr,
+    fold_ptr, advance_ptr, inv_scale_ptr, clip_ptr, hyper_ptr, bias_ptr,
+    bias_length, first,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    entry = tl.load(tile_entry_ptr + tile)
+    block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
+    row_s, col_s, height_s, width_s = tiles.compact_extent(
+        fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
+    )
+    fold = tl.load(fold_ptr + first + entry)
+    STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
+    if fold != 0:
+        grad_ptr = tiles.pointer(tl.load(grad_ptrs + entry), WEIGHT_DTYPE, EVEN)
+        inv_scale, clip = tl.load(inv_scale_ptr), tl.load(clip_ptr)
+        if KIND != tiles.WHOLE:
+            _fold_tile(
+                grad_ptr,
+                tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
+                tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
+                row_0, col_0, height, width,
+                tl.multiple_of(tiles.field(fields_ptr, entry, tiles.COLS), ROW_MULTIPLE), fold, inv_scale, clip,
+                KIND, ACC_DTYPE, BLOCK_R, BLOCK_C,
+            )  # fmt: skip
+        _update_share(
+            fields_ptr, entry, grad_ptr, row_s, col_s, height_s, width_s,
+            tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
+            KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+        )  # fmt: skip
+    else:
+        _write_share(fields_ptr, entry, row_s, col_s, height_s, width_s, KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK)
+
+
+@triton.jit
+def _write_kernel(
+    fields_ptr, tile_entry_ptr,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    entry = tl.load(tile_entry_ptr + tile)
+    block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
+    row_s, col_s, height_s, width_s = tiles.compact_extent(
+        fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
+    )
+    STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
+    _write_share(fields_ptr, entry, row_s, col_s, height_s, width_s, KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK)
 
 
 def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:
@@ -28,12 +184,54 @@ def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) 
     those of the last `table.bind`, the decision that of the last `close_step`.
     """
     _check_factors(table, hyper, bias)
-    fused_step_reference(table, control, hyper, bias)
+    if not table.launches or not uses_triton(table.fields):
+        return fused_step_reference(table, control, hyper, bias)
+    with on_device(table.fields):
+        _find_channels(table)
+        for launch in table.launches:
+            even = launch.even and table.grads_aligned
+            _step_kernel[(launch.tile_entry.numel(),)](
+                table.fields, table.grad_ptrs, launch.tile_entry,
+                control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
+                bias.shape[1], table.first,
+                ACC_DTYPE=triton_dtype(table.accumulator_dtype),
+                BLOCK_R=FOLD_BLOCK // launch.block_cols, BLOCK_C=launch.block_cols,
+                **_launch_options(table, launch, even),
+            )  # fmt: skip
 
 
 def write_masters(table: Table) -> None:
     """Write the rounded masters over the weights of the selected channels, and touch nothing else."""
-    write_masters_reference(table)
+    if not table.launches or not uses_triton(table.fields):
+        return write_masters_reference(table)
+    with on_device(table.fields):
+        _find_channels(table)
+        for launch in table.launches:
+            _write_kernel[(launch.tile_entry.numel(),)](
+                table.fields, launch.tile_entry,
+                **_launch_options(table, launch, launch.even),
+            )  # fmt: skip
+
+
+def _find_channels(table: Table) -> None:
+    if table.channel_tile_entry.numel():
+        tiles.channels_kernel[(table.channel_tile_entry.numel(),)](
+            table.fields, table.channel_tile_entry,
+            BLOCK=CHANNEL_TILE,
+        )  # fmt: skip
+
+
+def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
+    return {
+        "KIND": tiles.KINDS[launch.kind],
+        "WEIGHT_DTYPE": triton_dtype(table.weight_dtype),
+        "EVEN": even,
+        "ROW_MULTIPLE": ALIGN_BYTES // table.weight_dtype.itemsize if even else 1,
+        "TILE": table.step_tile,
+        "BLOCK": UPDATE_BLOCK,
+        "num_warps": 8,
+        **EXACT,
+    }
 
 
 def _check_factors(table: Table, hyper: Tensor, bias: Tensor) -> None:
@@ -76,7 +274,7 @@ def _channels(entry: Entry) -> Tensor:
     if entry.slot is None:
         return entry.start.new_zeros(1, dtype=torch.int64)
     chosen = torch.nonzero(entry.slot >= 0).view(-1)
-    assert chosen.numel() in (0, entry.selected), f"{chosen.numel()} channels have a slot, the state holds {entry.selected}"
+    assert chosen.numel() in (0, entry.selected), f"{chosen.numel()} slots for {entry.selected} selected channels"
     channel = torch.empty_like(chosen)
     channel[entry.slot[chosen].long()] = chosen
     return channel

@@ -12,14 +12,98 @@ their order: the same bits in every run, whatever lies next to a parameter.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
+from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE, StepControl
-from zenflow_kernels.dispatch import on_device, uses_triton
+from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.table import Table
 
+NORM_BLOCK = 4096  # elements a program reads at once
+SUM_BLOCK = 4096  # partial sums, likewise
+PARAMETER_BLOCK = 1024
 SERIAL = 16384  # elements: torch adds fewer than 32768 on one thread, so the order does not depend on the thread count
+
+
+@triton.jit
+def _partial_norms_kernel(
+    fields_ptr, grad_ptrs, tile_entry_ptr,
+    partials_ptr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    entry = tl.load(tile_entry_ptr + tile)
+    address = tl.load(grad_ptrs + entry)
+    begin = (tile - tiles.field(fields_ptr, entry, tiles.NORM_TILE_0)) * TILE
+    left = tiles.field(fields_ptr, entry, tiles.ROWS) * tiles.field(fields_ptr, entry, tiles.COLS) - begin
+    left = tl.where(address == 0, 0, left)
+    grad_ptr = tiles.pointer(address, DTYPE, ALIGNED) + begin
+    sums = tl.zeros([BLOCK], dtype=tl.float64)
+    if left >= TILE:
+        # A full tile goes without a mask, which would forbid vector loads.
+        for offset in range(0, TILE, BLOCK):
+            x = tl.load(grad_ptr + offset + tl.arange(0, BLOCK)).to(tl.float64)  # [BLOCK]
+            sums += x * x
+    else:
+        for offset in range(0, left.to(tl.int32), BLOCK):
+            offs = offset + tl.arange(0, BLOCK)
+            x = tl.load(grad_ptr + offs, mask=offs < left, other=0.0).to(tl.float64)  # [BLOCK]
+            sums += x * x
+    tl.store(partials_ptr + tile, tl.sum(sums, axis=0))
+
+
+@triton.jit(do_not_specialize=["n_partials", "n_params", "position", "limit_bits"])
+def _close_step_kernel(
+    partials_ptr, present_ptr, grad_scale_ptr, found_inf_ptr,
+    finite_ptr, clip_ptr, inv_scale_ptr, norm_ptr, skipped_ptr,
+    window_log_ptr, count_ptr, fold_ptr, advance_ptr,
+    n_partials, n_params, position, limit_bits,
+    HAS_LIMIT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    sums = tl.zeros([BLOCK], dtype=tl.float64)
+    for offset in range(0, n_partials, BLOCK):
+        offs = offset + tl.arange(0, BLOCK)
+        sums += tl.load(partials_ptr + offs, mask=offs < n_partials, other=0.0)  # [BLOCK]
+    norm = tl.sqrt(tl.sum(sums, axis=0))
+
+    inv_scale = tl.full((), 1.0, tl.float32)
+    if HAS_SCALE:
+        inv_scale = tl.div_rn(inv_scale, tl.load(grad_scale_ptr).to(tl.float32))
+    norm = norm * inv_scale.to(tl.float64)
+    finite = (norm - norm) == 0
+    if HAS_FOUND:
+        finite = finite & (tl.load(found_inf_ptr) == 0)
+    clip = tl.full((), 1.0, tl.float32)
+    if HAS_LIMIT:
+        limit = limit_bits.to(tl.int64).to(tl.float64, bitcast=True)
+        factor = limit / (norm + 1e-6)
+        clip = tl.where(finite & (factor < 1), factor, 1.0).to(tl.float32)
+
+    tl.store(finite_ptr, finite.to(tl.int32))
+    tl.store(clip_ptr, clip)
+    tl.store(inv_scale_ptr, inv_scale)
+    tl.store(norm_ptr, norm.to(tl.float32))
+    tl.store(skipped_ptr, tl.load(skipped_ptr) + tl.where(finite, 0, 1))
+    log_ptr = window_log_ptr + 2 + 4 * position
+    tl.store(log_ptr, finite.to(tl.int32))
+    tl.store(log_ptr + 1, clip.to(tl.int32, bitcast=True))
+    tl.store(log_ptr + 2, inv_scale.to(tl.int32, bitcast=True))
+    tl.store(log_ptr + 3, 0)
+
+    for offset in range(0, n_params, BLOCK_P):
+        offs = offset + tl.arange(0, BLOCK_P)
+        mask = offs < n_params
+        counted = ((tl.load(present_ptr + offs, mask=mask, other=0) != 0) & finite).to(tl.int32)  # [BLOCK_P]
+        count = tl.load(count_ptr + offs, mask=mask, other=0)
+        count = tl.where(position == 0, 0, count)
+        advance = tl.load(advance_ptr + offs, mask=mask, other=0)
+        tl.store(fold_ptr + offs, counted * tl.where(count == 0, 1, 2), mask=mask)
+        tl.store(count_ptr + offs, count + counted, mask=mask)
+        tl.store(advance_ptr + offs, advance + counted, mask=mask)
 
 
 def partial_norms(table: Table, partials: Tensor) -> None:
@@ -29,11 +113,21 @@ def partial_norms(table: Table, partials: Tensor) -> None:
     """
     if partials.dtype != torch.float64 or partials.numel() != table.n_partials or not partials.is_contiguous():
         raise ValueError(
-            f"partials must be contiguous torch.float64 [{table.n_partials}], got {tuple(partials.shape)} of {partials.dtype}"
+            f"partials must be contiguous torch.float64 [{table.n_partials}], got {tuple(partials.shape)} of "
+            f"{partials.dtype}"
         )
     if table.n_partials == 0:
         return
-    partial_norms_reference(table, partials)
+    if not uses_triton(partials):
+        return partial_norms_reference(table, partials)
+    with on_device(partials):
+        _partial_norms_kernel[(table.n_partials,)](
+            table.fields, table.grad_ptrs, table.norm_tile_entry,
+            partials,
+            TILE=table.norm_tile, BLOCK=min(NORM_BLOCK, table.norm_tile),
+            DTYPE=triton_dtype(table.weight_dtype), ALIGNED=table.grads_aligned,
+            num_warps=8, **EXACT,
+        )  # fmt: skip
 
 
 def close_step(
@@ -56,19 +150,39 @@ def close_step(
     if not 0 <= position < control.max_steps:
         raise ValueError(f"position must be in [0, {control.max_steps}), got {position}")
     if present.dtype != torch.int32 or present.shape != control.count.shape:
-        raise ValueError(f"present must be torch.int32 {tuple(control.count.shape)}, got {tuple(present.shape)} of {present.dtype}")
-    close_step_reference(
-        control, partials, present, position=position, max_grad_norm=max_grad_norm, grad_scale=grad_scale, found_inf=found_inf
-    )
+        raise ValueError(
+            f"present must be torch.int32 {tuple(control.count.shape)}, got {tuple(present.shape)} of {present.dtype}"
+        )
+    scaler = {"grad_scale": grad_scale, "found_inf": found_inf}
+    if not uses_triton(partials):
+        return close_step_reference(
+            control, partials, present, position=position, max_grad_norm=max_grad_norm, **scaler
+        )
+    with on_device(partials):
+        _close_step_kernel[(1,)](
+            partials, present,
+            control.inv_scale if grad_scale is None else grad_scale, control.finite if found_inf is None else found_inf,
+            control.finite, control.clip, control.inv_scale, control.norm, control.skipped,
+            control.window_log, control.count, control.fold, control.advance,
+            partials.numel(), present.numel(), position, _float64_bits(max_grad_norm),
+            HAS_LIMIT=max_grad_norm is not None, HAS_SCALE=grad_scale is not None, HAS_FOUND=found_inf is not None,
+            BLOCK=SUM_BLOCK, BLOCK_P=PARAMETER_BLOCK,
+            num_warps=8, **EXACT,
+        )  # fmt: skip
+
+
+def _float64_bits(value: float | None) -> int:
+    """A launch argument would be rounded to fp32; its bits are not."""
+    return 0 if value is None else struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 def partial_norms_reference(table: Table, partials: Tensor) -> None:
     """The same sums by torch, in an order that does not depend on the number of threads."""
     tile, start = table.norm_tile, 0
     for number, entry in enumerate(table.entries):
-        tiles = -(-entry.weight.numel() // tile)
-        out, grad = partials[start : start + tiles], table.grad(number)
-        start += tiles
+        n_tiles = -(-entry.weight.numel() // tile)
+        out, grad = partials[start : start + n_tiles], table.grad(number)
+        start += n_tiles
         if grad is None:
             out.zero_()
             continue
@@ -77,7 +191,7 @@ def partial_norms_reference(table: Table, partials: Tensor) -> None:
         for first in range(0, whole_tiles, step):
             last = min(whole_tiles, first + step)
             out[first:last] = _tile_sums(flat[first * tile : last * tile].view(-1, tile))
-        if whole_tiles < tiles:
+        if whole_tiles < n_tiles:
             out[whole_tiles:] = _tile_sums(flat[whole_tiles * tile :].view(1, -1))
 
 

@@ -6,7 +6,7 @@
     p = p - step_size * (m / (sqrt(v) * denom_scale + eps))
 
 Each multiplication, addition, subtraction, division and square root is rounded to fp32 on its own, so that C, Triton
-and torch give the same bits. `decay = 1 - lr * weight_decay`, `step_size = lr * first[t]` and `denom_scale = second[t]`,
+and torch give the same bits. `decay = 1 - lr * weight_decay`, `step_size = lr * first[t]`, `denom_scale = second[t]`,
 where `first[t] = 1 / (1 - beta1**t)` and `second[t] = 1 / sqrt(1 - beta2**t)` come from one fp32 table; the constants
 are computed in float64 and rounded to fp32 once.
 """

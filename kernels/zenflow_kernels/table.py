@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels.dispatch import FLOAT_DTYPES
-
-KINDS = {"column": 0, "row": 1, "whole": 2}
-FIELDS = (
-    "weight master exp_avg exp_avg_sq start slot channel accumulator rows cols selected group tile_rows parts step_tile norm_tile"
-).split()
+from zenflow_kernels.tiles import KINDS
 
 STEP_TILE = 32768  # elements: its gradient and weights stay in L1 and L2 between the fold and the update
 NORM_TILE = 32768  # elements a partial sum
+CHANNEL_TILE = 1024  # channels that one program inverts
 ALIGN_BYTES = 16  # of every pointer and row, for vector loads and stores
 WIDEST_BLOCK = 512  # columns of the blocks a tile is walked in
 
@@ -64,6 +61,11 @@ class Entry:
         """Number of channels in the compact state; a parameter selected whole is one channel."""
         return self.start.numel()
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Rows and columns as the kernels walk them: a parameter selected whole is one long row."""
+        return self.shape if self.kind != "whole" else (min(1, self.weight.numel()), self.weight.numel())
+
     def compact_shape(self) -> tuple[int, int]:
         rows, cols = self.shape
         return {"column": (rows, self.selected), "row": (self.selected, cols), "whole": (rows, cols)}[self.kind]
@@ -81,7 +83,7 @@ class Launch:
 
 
 class Table:
-    """Entries that share device, weight dtype and accumulator dtype, in the order of `StepControl`'s arrays from `first`.
+    """Entries that share device, weight dtype and accumulator dtype, numbered from `first` in `StepControl`'s arrays.
 
     Raises ValueError naming the entry and the tensor where a shape, dtype, device or layout is not what `Entry` says.
     """
@@ -101,13 +103,15 @@ class Table:
         self._tiles = [_step_tiles(entry, step_tile) for entry in self.entries]
         self._norm_tiles = [-(-entry.weight.numel() // norm_tile) for entry in self.entries]
         self.n_partials = sum(self._norm_tiles)
-        # Channel of each selected position, derived from `slot` by the kernels at every step.
-        self.channel = self._empty(sum(entry.selected for entry in self.entries if entry.slot is not None), torch.int32)
-        self.channel_tile_entry, channel_tiles = self._channel_tiles()
-        self.norm_tile_entry = self._to_device(_repeat(range(len(self.entries)), self._norm_tiles), torch.int32)
+        # Channel of each selected position, derived from `slot` by the kernels at every step; -1 before a selection.
+        n_positions = sum(entry.selected for entry in self.entries if entry.slot is not None)
+        self.channel = torch.full((n_positions,), -1, dtype=torch.int32, device=self.device)
+        self._channel_tiles = [0 if e.slot is None else -(-e.channels // CHANNEL_TILE) for e in self.entries]
+        numbers = range(len(self.entries))
+        self.channel_tile_entry = self._to_device(_repeat(numbers, self._channel_tiles), torch.int32)
+        self.norm_tile_entry = self._to_device(_repeat(numbers, self._norm_tiles), torch.int32)
         self.launches = self._plan_launches()
-        self.fields = self._to_device(self._field_rows(), torch.int64).view(len(self.entries), len(FIELDS))
-        self.channel_tile = self._to_device(channel_tiles, torch.int64)
+        self.fields = self._to_device(self._field_rows(), torch.int64).view(len(self.entries), -1)
         self.grad_ptrs = torch.zeros(len(self.entries), dtype=torch.int64, device=self.device)
 
     def bind(self, grads: Sequence[Tensor | None]) -> None:
@@ -142,15 +146,8 @@ class Table:
         grad = self.grads[number]
         return None if grad is None else grad.view(self.entries[number].shape)
 
-    def _empty(self, length: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(length, dtype=dtype, device=self.device)
-
     def _to_device(self, values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device)
-
-    def _channel_tiles(self) -> tuple[Tensor, list[int]]:
-        counts = [0 if entry.slot is None else -(-entry.channels // CHANNEL_TILE) for entry in self.entries]
-        return self._to_device(_repeat(range(len(counts)), counts), torch.int32), _before(counts)
 
     def _plan_launches(self) -> list[Launch]:
         classes: dict[tuple[str, int, bool], list[int]] = {}
@@ -169,7 +166,7 @@ class Table:
             firsts = _before([self._tiles[number][2] for number in launch.entries])
             for number, tile in zip(launch.entries, firsts, strict=True):
                 step_tile[number] = tile
-        norm_tile, values = _before(self._norm_tiles), []
+        norm_tile, channel_tile, values = _before(self._norm_tiles), _before(self._channel_tiles), []
         channel = _before([0 if entry.slot is None else entry.selected for entry in self.entries])
         for number, entry in enumerate(self.entries):
             tile_rows, parts, _ = self._tiles[number]
@@ -177,12 +174,9 @@ class Table:
             values += [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
             values += [self.channel.data_ptr() + 4 * channel[number]]
             values += [0 if entry.accumulator is None else entry.accumulator.data_ptr()]
-            values += [*entry.shape, entry.selected, entry.group, tile_rows, parts]
-            values += [step_tile[number], norm_tile[number]]
+            values += [*entry.extent, entry.selected, entry.group, tile_rows, parts, entry.channels]
+            values += [step_tile[number], norm_tile[number], channel_tile[number]]
         return values
-
-
-CHANNEL_TILE = 1024  # channels that one program inverts
 
 
 def _repeat(numbers: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -195,8 +189,8 @@ def _before(counts: Sequence[int]) -> list[int]:
 
 
 def _step_tiles(entry: Entry, tile: int) -> tuple[int, int, int]:
-    """Rows of a tile, parts of a row, number of tiles. A parameter selected whole is one long row."""
-    rows, cols = entry.shape if entry.kind != "whole" else (min(1, entry.weight.numel()), entry.weight.numel())
+    """Rows of a tile, parts of a row, number of tiles."""
+    rows, cols = entry.extent
     if rows == 0 or cols == 0:
         return 1, 1, 0
     tile_rows, parts = max(1, tile // cols), -(-cols // tile)
@@ -207,9 +201,12 @@ def _launch_class(entry: Entry) -> tuple[str, int, bool]:
     cols = entry.shape[1]
     widths = [8, 32, 128, WIDEST_BLOCK]
     block_cols = WIDEST_BLOCK if entry.kind == "whole" else next((w for w in widths if w >= cols), WIDEST_BLOCK)
-    tensors = (entry.weight, entry.accumulator)
-    even = all(tensor is None or tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors)
-    even = even and (entry.kind == "whole" or cols * entry.weight.element_size() % ALIGN_BYTES == 0)
+    if entry.kind == "whole":
+        tensors, row = (entry.weight, entry.master, entry.exp_avg, entry.exp_avg_sq), entry.weight.numel()
+    else:
+        tensors, row = (entry.weight, entry.accumulator), cols
+    even = row * entry.weight.element_size() % ALIGN_BYTES == 0
+    even = even and all(tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors)
     return entry.kind, block_cols, even
 
 
