@@ -1,0 +1,94 @@
+"""Choose the n channels with the highest scores.
+
+Scores are ordered by an integer key: the bits of an fp32 number, with those of negative numbers reversed, order as the
+numbers do; every non-finite score gets the lowest key of all. The nth highest key is found bit by bit, by counting how
+many keys reach a candidate. Every key above it is chosen, and of those equal to it the ones with the lowest index: one
+pass in index order writes the result, ascending and free of ties.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
+
+BLOCK = 4096
+
+
+@triton.jit
+def _keys(scores_ptr, offs, channels):
+    """int64 in [0, 2**32), ordered as the scores; 0 where non-finite, -1 beyond the end."""
+    score = tl.load(scores_ptr + offs, mask=offs < channels, other=0.0) + 0.0  # -0.0 becomes 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    ordered = tl.where((bits & 0x7F800000) == 0x7F800000, 0, ordered)
+    return tl.where(offs < channels, ordered, -1)
+
+
+@triton.jit(do_not_specialize=["channels", "n"])
+def _select_kernel(
+    scores_ptr,
+    index_ptr,
+    channels, n,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    threshold = tl.full((), 0, tl.int64)
+    for step in range(0, 32):
+        candidate = threshold + (tl.full((), 2147483648, tl.int64) >> step)
+        reached = tl.zeros([BLOCK], dtype=tl.int32)
+        for offset in range(0, channels, BLOCK):
+            reached += (_keys(scores_ptr, offset + tl.arange(0, BLOCK), channels) >= candidate).to(tl.int32)
+        threshold = tl.where(tl.sum(reached, axis=0) >= n, candidate, threshold)
+
+    above = tl.zeros([BLOCK], dtype=tl.int32)
+    for offset in range(0, channels, BLOCK):
+        above += (_keys(scores_ptr, offset + tl.arange(0, BLOCK), channels) > threshold).to(tl.int32)
+    equals_wanted = n - tl.sum(above, axis=0)
+
+    equals_before = tl.full((), 0, tl.int32)
+    chosen_before = tl.full((), 0, tl.int32)
+    for offset in range(0, channels, BLOCK):
+        offs = offset + tl.arange(0, BLOCK)
+        keys = _keys(scores_ptr, offs, channels)  # [BLOCK]
+        equal = (keys == threshold).to(tl.int32)
+        rank = equals_before + tl.cumsum(equal, axis=0) - equal
+        chosen = ((keys > threshold) | ((equal != 0) & (rank < equals_wanted))).to(tl.int32)
+        place = chosen_before + tl.cumsum(chosen, axis=0) - chosen
+        tl.store(index_ptr + place, offs.to(tl.int64), mask=chosen != 0)
+        equals_before += tl.sum(equal, axis=0)
+        chosen_before += tl.sum(chosen, axis=0)
+
+
+def select_channels(scores: Tensor, n: int) -> Tensor:
+    """int64 `[n]`, ascending: the indices of the `n` highest of `scores`, fp32 `[channels]`.
+
+    Ties go to the lower index. A non-finite score never wins over a finite one; if fewer than `n` are finite, the
+    non-finite with the lowest indices fill up. `n = 0` launches nothing. Raises ValueError unless 0 <= n <= channels.
+    """
+    if scores.dtype != torch.float32 or scores.dim() != 1 or not scores.is_contiguous():
+        raise ValueError(
+            f"scores must be contiguous torch.float32 [channels], got {tuple(scores.shape)} of {scores.dtype}"
+        )
+    if not 0 <= n <= scores.numel():
+        raise ValueError(f"n must be in [0, {scores.numel()}], got {n}")
+    if n == 0:
+        return torch.empty(0, dtype=torch.int64, device=scores.device)
+    if not uses_triton(scores):
+        return select_channels_reference(scores, n)
+    index = torch.empty(n, dtype=torch.int64, device=scores.device)
+    with on_device(scores):
+        _select_kernel[(1,)](
+            scores,
+            index,
+            scores.numel(), n,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+    return index
+
+
+def select_channels_reference(scores: Tensor, n: int) -> Tensor:
+    """The same choice by a stable sort."""
+    order = torch.where(torch.isfinite(scores), scores, float("-inf"))
+    return order.sort(descending=True, stable=True).indices[:n].sort().values
