@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 NOVELS := $(VENV)/novels
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu lint wheel-test smollm2 setup clean
+.PHONY: help train test test-gpu lint wheel-test smollm2 offline setup clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(READY) ## Run the main job; ARGS="engine.topk_ratio=0.05" changes it
 	$(BIN)/zenflow-train $(ARGS)
@@ -29,6 +29,11 @@ wheel-test: $(READY) ## Build the wheel and run it from a clean environment
 
 smollm2: $(READY) $(NOVELS) ## Run the larger job, SmolLM2-135M on six novels: for a GPU
 	$(BIN)/zenflow-train experiment=smollm2 data.path=$(NOVELS)/usr/lib/R/site-library/janeaustenr $(ARGS)
+
+offline: $(READY) $(NOVELS) ## Fill offline/ for a GPU machine without a network (scripts/gpu_check.sh there)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --no-deps --target $@/lib hydra-core==1.3.* omegaconf==2.3.* antlr4-python3-runtime==4.9.* gguf
+	$(BIN)/python scripts/pack_offline.py $@ $(NOVELS)/usr/lib/R/site-library/janeaustenr
 
 setup: $(READY) ## Make .venv: torch, this package, the small pretrained model and its text
 
