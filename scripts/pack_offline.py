@@ -1,8 +1,8 @@
 """Fills a folder with the model, text and weights that the experiments read, for a machine that can install nothing.
 
-`lib/` gets slim copies of the packages that bring them, to be put on PYTHONPATH: MiniLM (weights in bf16, half the size,
-as a GPU uses them), the snippets, the novels as JSON lines. SmolLM2's file is cut into `part-*`, none above 50 MB, for
-transfers with a limit; scripts/gpu_check.sh joins them.
+`lib/` gets slim copies of the packages that bring them, to be put on PYTHONPATH: MiniLM (weights in bf16, as a
+GPU uses them: half the size), the snippets, the novels as JSON lines. SmolLM2's file is cut into `part-*`, none above
+50 MB, for transfers with a limit; scripts/gpu_check.sh joins them.
 """
 
 from __future__ import annotations
