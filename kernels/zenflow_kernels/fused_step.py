@@ -36,10 +36,14 @@ def _scale(grad, inv_scale, clip):
 def _fold_tile(
     grad_ptr, slot_ptr, accumulator_ptr,
     row_0, col_0, height, width, cols, fold, inv_scale, clip,
-    KIND: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    KIND: tl.constexpr, ACC_DTYPE: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Fold rows [row_0, row_0 + height) x columns [col_0, col_0 + width), writing 0 where a channel is selected."""
-    base = row_0 * cols + col_0
+    grad_ptr += row_0 * cols + col_0
+    accumulator_ptr += row_0 * cols + col_0
+    # Several rows only where a row is shorter than a tile, so 32 bits hold the offsets inside the tile.
+    stride = tl.multiple_of(tl.where(height == 1, 0, cols).to(tl.int32), ROW_MULTIPLE)
     add = tl.full([BLOCK_R, BLOCK_C], fold, tl.int32) == ADD
     for c in range(0, width, BLOCK_C):
         offs_c = c + tl.arange(0, BLOCK_C)
@@ -49,7 +53,7 @@ def _fold_tile(
         for r in range(0, height, BLOCK_R):
             offs_r = r + tl.arange(0, BLOCK_R)
             mask = (offs_r < height)[:, None] & mask_c[None, :]
-            offs = base + offs_r.to(tl.int64)[:, None] * cols + offs_c[None, :]
+            offs = offs_r[:, None] * stride + offs_c[None, :]
             if KIND == tiles.COLUMN:
                 deferred = (slot_c < 0)[None, :]
                 mask_grad = mask  # one mask for neighbours, or loads are not vectorised
@@ -65,60 +69,58 @@ def _fold_tile(
 
 @triton.jit
 def _write_share(
-    fields_ptr, entry, row_0, col_0, height, width,
+    fields_ptr, entry, state_0, position_0, dense_0, size, width,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """weight = round(master) in one share of the compact state."""
-    cols, selected = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.SELECTED)
+    cols = tiles.field(fields_ptr, entry, tiles.COLS)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
-    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED)
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED)
-    for offset in range(0, height * width, BLOCK):
+    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED) + state_0
+    for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
-        state, dense, _, mask = tiles.locate(offs, row_0, col_0, height, width, cols, selected, channel_ptr, KIND)
-        p = tl.load(master_ptr + state, mask=mask, other=0.0)  # [BLOCK]
+        dense, _, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
+        p = tl.load(master_ptr + offs, mask=mask, other=0.0)  # [BLOCK]
         tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
 
 
 @triton.jit
 def _update_share(
-    fields_ptr, entry, grad_ptr, row_0, col_0, height, width,
+    fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, width,
     advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """AdamW in one share of the compact state, in the written order of `numerics.adamw_`."""
-    cols, selected = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.SELECTED)
-    group = tiles.field(fields_ptr, entry, tiles.GROUP)
+    cols, group = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.GROUP)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
-    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED)
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED)
-    exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED)
-    exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED)
+    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED) + state_0
+    exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED) + state_0
+    exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED) + state_0
+    grad_ptr += dense_0
+    bias_ptr += 2 * group * bias_length
     hyper_ptr += N_HYPER * group
     lr, eps, decay = tl.load(hyper_ptr), tl.load(hyper_ptr + 5), tl.load(hyper_ptr + 6)
     beta1, one_minus_beta1 = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
     beta2, one_minus_beta2 = tl.load(hyper_ptr + 3), tl.load(hyper_ptr + 4)
-    for offset in range(0, height * width, BLOCK):
+    for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
-        state, dense, position, mask = tiles.locate(
-            offs, row_0, col_0, height, width, cols, selected, channel_ptr, KIND
-        )
-        t = tl.load(start_ptr + position, mask=mask, other=0) + advance  # [BLOCK]
-        factors_ptr = bias_ptr + 2 * (group * bias_length + tl.minimum(t, bias_length - 1))
-        step_size = lr * tl.load(factors_ptr, mask=mask, other=1.0)
-        denom_scale = tl.load(factors_ptr + 1, mask=mask, other=1.0)
-        g = _scale(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)
-        p = tl.load(master_ptr + state, mask=mask, other=0.0)
-        m = tl.load(exp_avg_ptr + state, mask=mask, other=0.0)
-        v = tl.load(exp_avg_sq_ptr + state, mask=mask, other=0.0)
+        dense, position, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
+        g = _scale(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)  # [BLOCK]
+        p = tl.load(master_ptr + offs, mask=mask, other=0.0)
+        m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
+        v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
+        t = tl.minimum(tl.load(start_ptr + position, mask=mask, other=0) + advance, bias_length - 1)
+        step_size = lr * tl.load(bias_ptr + 2 * t, mask=mask, other=1.0)
+        denom_scale = tl.load(bias_ptr + 2 * t + 1, mask=mask, other=1.0)
         m = beta1 * m + one_minus_beta1 * g
         v = beta2 * v + one_minus_beta2 * (g * g)
         p = p * decay
         p = p - step_size * tl.div_rn(m, tl.sqrt_rn(v) * denom_scale + eps)
-        tl.store(exp_avg_ptr + state, m, mask=mask)
-        tl.store(exp_avg_sq_ptr + state, v, mask=mask)
-        tl.store(master_ptr + state, p, mask=mask)
+        tl.store(exp_avg_ptr + offs, m, mask=mask)
+        tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
+        tl.store(master_ptr + offs, p, mask=mask)
         tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
 
 
@@ -134,7 +136,7 @@ def _step_kernel(
     tile = tl.program_id(0)
     entry = tl.load(tile_entry_ptr + tile)
     block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
-    row_s, col_s, height_s, width_s = tiles.compact_extent(
+    state_0, position_0, dense_0, size, share_width = tiles.share_extent(
         fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
     )
     fold = tl.load(fold_ptr + first + entry)
@@ -148,16 +150,19 @@ def _step_kernel(
                 tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
                 tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
                 row_0, col_0, height, width,
-                tl.multiple_of(tiles.field(fields_ptr, entry, tiles.COLS), ROW_MULTIPLE), fold, inv_scale, clip,
-                KIND, ACC_DTYPE, BLOCK_R, BLOCK_C,
+                tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE), fold, inv_scale, clip,
+                KIND, ACC_DTYPE, ROW_MULTIPLE, BLOCK_R, BLOCK_C,
             )  # fmt: skip
         _update_share(
-            fields_ptr, entry, grad_ptr, row_s, col_s, height_s, width_s,
+            fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
             tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
             KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
         )  # fmt: skip
     else:
-        _write_share(fields_ptr, entry, row_s, col_s, height_s, width_s, KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK)
+        _write_share(
+            fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
+            KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -169,11 +174,14 @@ def _write_kernel(
     tile = tl.program_id(0)
     entry = tl.load(tile_entry_ptr + tile)
     block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
-    row_s, col_s, height_s, width_s = tiles.compact_extent(
+    state_0, position_0, dense_0, size, share_width = tiles.share_extent(
         fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
     )
     STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
-    _write_share(fields_ptr, entry, row_s, col_s, height_s, width_s, KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK)
+    _write_share(
+        fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
+        KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+    )  # fmt: skip
 
 
 def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:

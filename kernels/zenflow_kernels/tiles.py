@@ -22,9 +22,12 @@ COLUMN, ROW, WHOLE = (tl.constexpr(kind) for kind in KINDS.values())
 
 
 @triton.jit
-def field(fields_ptr, entry, COLUMN_NUMBER: tl.constexpr):
-    """int64 scalar: one column of an entry's row."""
-    return tl.load(fields_ptr + entry.to(tl.int64) * N_FIELDS + COLUMN_NUMBER)
+def field(fields_ptr, entry, COLUMN_NUMBER: tl.constexpr, MULTIPLE: tl.constexpr = 1):
+    """int64 scalar: one column of an entry's row, promised to be a multiple of MULTIPLE."""
+    value = tl.load(fields_ptr + entry.to(tl.int64) * N_FIELDS + COLUMN_NUMBER)
+    if MULTIPLE > 1:
+        value = tl.multiple_of(value, MULTIPLE)
+    return value
 
 
 @triton.jit
@@ -53,34 +56,44 @@ def tile_extent(fields_ptr, entry, tile, TILE: tl.constexpr, ROW_MULTIPLE: tl.co
 
 
 @triton.jit
-def compact_extent(fields_ptr, entry, block, part, row_0, col_0, height, width, KIND: tl.constexpr):
-    """First row, first column, height and width of a tile's share of the compact state."""
+def share_extent(fields_ptr, entry, block, part, row_0, col_0, height, width, KIND: tl.constexpr):
+    """A tile's share of the compact state, always one contiguous range.
+
+    Its first element, the first channel's position, the first element of the weight that its rows (column), columns
+    (row) or elements (whole) count from, its number of elements, and of elements in one of its rows.
+    """
+    cols = field(fields_ptr, entry, COLS)
     selected = field(fields_ptr, entry, SELECTED)
     if KIND == COLUMN:
         parts = field(fields_ptr, entry, PARTS)
-        col_0 = part * selected // parts
-        width = ((part + 1) * selected // parts - col_0).to(tl.int32)
-    if KIND == ROW:
+        position_0 = part * selected // parts
+        width = ((part + 1) * selected // parts - position_0).to(tl.int32)
+        state_0, dense_0 = row_0 * selected + position_0, row_0 * cols
+    elif KIND == ROW:
         blocks = tl.cdiv(field(fields_ptr, entry, ROWS), field(fields_ptr, entry, TILE_ROWS))
-        row_0 = block * selected // blocks
-        height = ((block + 1) * selected // blocks - row_0).to(tl.int32)
-    return row_0, col_0, height, width
+        position_0 = block * selected // blocks
+        height = ((block + 1) * selected // blocks - position_0).to(tl.int32)
+        state_0, dense_0 = position_0 * cols + col_0, col_0
+    else:
+        position_0, state_0, dense_0 = row_0, col_0, col_0
+    return state_0, position_0, dense_0, height * width, width
 
 
 @triton.jit
-def locate(offs, row_0, col_0, height, width, cols, selected, channel_ptr, KIND: tl.constexpr):
-    """Of the elements `offs` of a share: offset in the state and in the weight, position of the channel, mask."""
-    mask = offs < height * width
+def locate(offs, position_0, size, width, cols, channel_ptr, KIND: tl.constexpr):
+    """Of the elements `offs` of a share: place in the weight counted from its `dense_0`, channel's position, mask."""
+    mask = offs < size
     if KIND == WHOLE:
-        state = col_0 + offs  # [BLOCK] int64
-        return state, state, offs * 0, mask
-    r = offs // width
-    row, col = row_0 + r, col_0 + (offs - r * width)  # [BLOCK] int64
-    if KIND == COLUMN:
-        channel = tl.load(channel_ptr + col, mask=mask, other=-1)
-        return row * selected + col, row * cols + channel, col, mask & (channel >= 0)
-    channel = tl.load(channel_ptr + row, mask=mask, other=-1)
-    return row * cols + col, channel.to(tl.int64) * cols + col, row, mask & (channel >= 0)
+        dense, position = offs, offs * 0  # [BLOCK]
+    else:
+        r = offs // width
+        c = offs - r * width
+        position = position_0.to(tl.int32) + (c if KIND == COLUMN else r)
+        channel = tl.load(channel_ptr + position, mask=mask, other=-1)
+        mask = mask & (channel >= 0)
+        # A share has several rows only where a row is shorter than a tile, so 32 bits hold r * cols.
+        dense = r * cols.to(tl.int32) + channel if KIND == COLUMN else channel.to(tl.int64) * cols + c
+    return dense, position, mask
 
 
 @triton.jit
