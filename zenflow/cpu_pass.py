@@ -72,16 +72,18 @@ def update_piece(
     master, exp_avg, exp_avg_sq fp32; grad: the sum over the window's steps, fp32, or bf16 as uint16; out: None, or
     uint16 that receives the master rounded to `out_dtype`. The bits depend on neither `threads`, the cut nor `library`.
     """
-    arrays, kinds = (master, exp_avg, exp_avg_sq, grad, out), {"out_dtype": out_dtype, "threads": threads}
+    arrays = master, exp_avg, exp_avg_sq, grad, out
+    if rows * cols == 0:
+        return
     if library is None:
         _update_in_torch(arrays, update, rows, cols, by_column, out_dtype)
         return
     factors = update.step_size, update.denom_scale
     if not by_column and cols < NARROW:
         factors, rows, cols, by_column = tuple(np.repeat(x, cols) for x in factors), 1, rows * cols, True
-    kinds |= {"constants": update.constants, "by_column": by_column}
-    joined = min(rows, WIDE // cols) if by_column and 0 < cols < NARROW else 1
-    body = rows - rows % joined if joined > 1 else rows
+    kinds = {"constants": update.constants, "out_dtype": out_dtype, "by_column": by_column, "threads": threads}
+    joined = min(rows, WIDE // cols) if by_column and cols < NARROW else 1
+    body = rows - rows % joined
     wide = tuple(np.tile(x, joined) for x in factors) if joined > 1 else factors
     library.adamw(*_cut(arrays, 0, body * cols), *wide, rows=body // joined, cols=cols * joined, **kinds)
     if body < rows:

@@ -37,7 +37,7 @@ class Native:
         library, orderings = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
         self._adamw = library.zenflow_adamw
-        self._adamw.argtypes = [pointer] * 7 + [long] * 2 + [pointer] + [integer] * 5
+        self._adamw.argtypes = [pointer] * 7 + [long] * 2 + [pointer] + [integer] * 4
         self._round = library.zenflow_round
         self._round.argtypes = [pointer, pointer, long, integer, integer]
         # Held GIL: these take nanoseconds, releasing it would cost more.
@@ -69,18 +69,13 @@ class Native:
         fp32, one a channel; constants fp32 `[7]`: beta1, 1 - beta1, beta2, 1 - beta2, eps, decay and the number of
         steps that the gradient is divided by.
         """
-        constants = constants.copy()
-        mean_kind = 0 if constants[6] == 1 else 2
-        if mean_kind and np.frexp(constants[6])[0] == 0.5:
-            # A power of two: the product with its exact inverse is the same correctly rounded number.
-            mean_kind, constants[6] = 1, 1 / constants[6]
         grad_kind = GRAD_KINDS["bfloat16" if grad.dtype == np.uint16 else "float32"]
         self._adamw(
             *(x.ctypes.data for x in (master, exp_avg, exp_avg_sq, grad)),
             None if out is None else out.ctypes.data,
             *(x.ctypes.data for x in (step_size, denom_scale)),
             *(rows, cols, constants.ctypes.data),
-            *(grad_kind, OUT_KINDS[out_dtype], mean_kind, int(by_column), threads),
+            *(grad_kind, OUT_KINDS[out_dtype], int(by_column), threads),
         )
 
     def round(self, master: np.ndarray, out: np.ndarray, out_dtype: str, threads: int) -> None:

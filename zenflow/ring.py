@@ -11,6 +11,7 @@ reached the slot's last sequence number.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Sequence
@@ -194,8 +195,12 @@ class SegmentMemory:
             self.shadow = self.arenas[2].array(np.uint16, 0, numel)
 
     @classmethod
-    def create(cls, segment: Segment, threads: int = 1) -> SegmentMemory:
-        """New, zeroed and populated memory; MemoryError with the bytes needed and available if the host lacks it."""
+    def create(cls, segment: Segment, threads: int | None = None) -> SegmentMemory:
+        """New, zeroed and populated memory; MemoryError with the bytes needed and available if the host lacks it.
+
+        threads: how many touch the pages, by default one on each CPU that this process may use.
+        """
+        threads = len(os.sched_getaffinity(0)) if threads is None else threads
         sizes = _sizes(segment)[0]
         require_memory(sum(sizes))
         arenas: list[Arena] = []

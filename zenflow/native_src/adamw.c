@@ -13,10 +13,9 @@
 
 enum { GRAD_F32, GRAD_BF16 };
 enum { OUT_NONE, OUT_BF16, OUT_F16 };
-enum { MEAN_NONE, MEAN_MULTIPLY, MEAN_DIVIDE };
 
 typedef struct {
-    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, mean;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, n;
 } hyper_t;
 
 INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -45,13 +44,12 @@ INLINE void store(void *out, long i, float x, int out_kind) {
 
 INLINE void span(float *restrict p, float *restrict m, float *restrict v, const void *restrict grad, void *restrict out,
                  const float *restrict step, const float *restrict scale, long length, hyper_t h,
-                 int grad_kind, int out_kind, int mean_kind, int by_column) {
+                 int grad_kind, int out_kind, int by_column) {
     const float step0 = step[0], scale0 = scale[0];
 #pragma omp simd
     for (long i = 0; i < length; i++) {
         float g = grad_kind == GRAD_BF16 ? real((uint32_t)((const uint16_t *)grad)[i] << 16) : ((const float *)grad)[i];
-        if (mean_kind == MEAN_MULTIPLY) g = g * h.mean;
-        if (mean_kind == MEAN_DIVIDE) g = g / h.mean;
+        g = g / h.n;
         float first = h.beta1 * m[i] + h.one_minus_beta1 * g;
         float second = h.beta2 * v[i] + h.one_minus_beta2 * (g * g);
         float denominator = sqrtf(second) * (by_column ? scale[i] : scale0) + h.eps;
@@ -64,8 +62,7 @@ INLINE void span(float *restrict p, float *restrict m, float *restrict v, const 
 }
 
 INLINE void pass(float *p, float *m, float *v, const char *grad, char *out, const float *step, const float *scale,
-                 long rows, long cols, hyper_t h, int threads, int grad_kind, int out_kind, int mean_kind,
-                 int by_column) {
+                 long rows, long cols, hyper_t h, int threads, int grad_kind, int out_kind, int by_column) {
     const long total = rows * cols, grad_item = grad_kind == GRAD_BF16 ? 2 : 4, out_item = out_kind == OUT_NONE ? 0 : 2;
 #pragma omp parallel num_threads(threads) if (total >= SERIAL_BELOW)
     {
@@ -76,28 +73,23 @@ INLINE void pass(float *p, float *m, float *v, const char *grad, char *out, cons
             const long row = i / cols, col = i - row * cols, left = cols - col;
             const long length = left < stop - i ? left : stop - i, channel = by_column ? col : row;
             span(p + i, m + i, v + i, grad + i * grad_item, out + i * out_item, step + channel, scale + channel, length,
-                 h, grad_kind, out_kind, mean_kind, by_column);
+                 h, grad_kind, out_kind, by_column);
             i += length;
         }
     }
 }
 
-#define BY_DIM(G, O, M) \
-    if (by_column) pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, M, 1); \
-    else pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, M, 0); \
+#define BY_DIM(G, O) \
+    if (by_column) pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, 1); \
+    else pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, 0); \
     return
-#define BY_MEAN(G, O) \
-    if (mean_kind == MEAN_NONE) { BY_DIM(G, O, MEAN_NONE); } \
-    if (mean_kind == MEAN_MULTIPLY) { BY_DIM(G, O, MEAN_MULTIPLY); } \
-    BY_DIM(G, O, MEAN_DIVIDE)
 #define BY_OUT(G) \
-    if (out_kind == OUT_NONE) { BY_MEAN(G, OUT_NONE); } \
-    if (out_kind == OUT_BF16) { BY_MEAN(G, OUT_BF16); } \
-    BY_MEAN(G, OUT_F16)
+    if (out_kind == OUT_NONE) { BY_DIM(G, OUT_NONE); } \
+    if (out_kind == OUT_BF16) { BY_DIM(G, OUT_BF16); } \
+    BY_DIM(G, OUT_F16)
 
 void zenflow_adamw(float *p, float *m, float *v, const char *grad, char *out, const float *step, const float *scale,
-                   long rows, long cols, const float *hyper, int grad_kind, int out_kind, int mean_kind, int by_column,
-                   int threads) {
+                   long rows, long cols, const float *hyper, int grad_kind, int out_kind, int by_column, int threads) {
     hyper_t h;
     memcpy(&h, hyper, sizeof h);
     if (grad_kind == GRAD_F32) { BY_OUT(GRAD_F32); }

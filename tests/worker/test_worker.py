@@ -1,0 +1,203 @@
+"""The worker process against the simulation: every bit of master, moments, t and shadow (I6, B1, E8)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.feeding import make_segment
+from zenflow.client import WorkerError, WorkerSettings
+
+DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")]
+
+
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_windows_of_several_segments_match_the_simulation(trainer, channel_dim):
+    segments = [
+        make_segment(index, weight_dtype=weight, ring_dtype=ring, channel_dim=channel_dim, bucket_bytes=700)
+        for index, (weight, ring) in enumerate(DTYPES)
+    ]
+    t = trainer(*segments)
+    for n_steps in (4, 1, 3):
+        t.run(t.make_window(n_steps))
+        t.check()
+
+
+def test_absent_and_skipped_steps_are_not_counted(trainer):
+    t = trainer(make_segment())
+    t.run(t.make_window())
+    window = t.make_window()
+    window.finite[1] = False
+    window.present[0][:, 0] = False, True, True, False
+    window.present[0][:, 1] = False
+    t.run(window)
+    t.check()
+    assert [t.memories[0].channel_step[m.step_offset] for m in t.memories[0].segment.matrices] == [2, 1, 2]
+
+
+def test_a_window_without_a_counted_step_only_refreshes_the_shadow(trainer):
+    t = trainer(make_segment())
+    t.run(t.make_window())
+    t.memories[0].shadow[:] = 0
+    window = t.make_window()
+    window.finite[:] = False
+    t.run(window)
+    t.check()
+
+
+@pytest.mark.parametrize("scale", ["linear", "none", 2.5], ids=str)
+def test_learning_rate_scale_and_decay(trainer, scale):
+    t = trainer(make_segment(), settings=WorkerSettings(deferred_lr_scale=scale))
+    for n_steps in (4, 3):
+        t.run(t.make_window(n_steps))
+    t.check()
+
+
+def test_learning_rate_zero_and_zero_gradients_change_nothing(trainer):
+    t = trainer(make_segment())
+    before = t.bits()
+    window = t.make_window(lr=0.0)
+    window.sums = [[np.zeros_like(total) for total in sums] for sums in window.sums]
+    t.run(window)
+    for old, new in zip(before[:-1], t.bits()[:-1], strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def history(t):
+    """Windows with jumps of t, as after a migration or a resume, and betas that change midway."""
+    for number, beta1 in enumerate((0.9, 0.9, 0.5)):
+        t.run(t.make_window(beta1=beta1))
+        if number == 0:
+            t.memories[0].channel_step[::3] += 41
+            for simulated in t.simulated[0]:
+                start = simulated.matrix.step_offset
+                simulated.t[:] = t.memories[0].channel_step[start : start + simulated.matrix.channels]
+    t.check()
+    return t.bits()
+
+
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_bits_do_not_depend_on_buckets_or_threads(trainer, channel_dim):
+    shapes = ((301, 160, 0), (5, 301, 1))
+    runs = []
+    for bucket_bytes, threads in ((1 << 20, 1), (40_000, 2), (700, 1)):
+        segment = make_segment(shapes=shapes, channel_dim=channel_dim, bucket_bytes=bucket_bytes)
+        runs.append((len(segment.buckets), history(trainer(segment, threads=threads))))
+    assert [runs[0][0], runs[1][0] > 2, runs[2][0] > 100] == [1, True, True]
+    for _, bits in runs[1:]:
+        for found, expected in zip(bits, runs[0][1], strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_without_the_compiled_pass_the_bits_are_the_same(trainer, monkeypatch):
+    monkeypatch.setenv("ZENFLOW_NATIVE", "0")
+    t = trainer(make_segment(bucket_bytes=700), make_segment(1, weight_dtype="float16", ring_dtype="float32"))
+    history(t)
+
+
+def test_a_segment_attached_between_two_windows(trainer):
+    t = trainer(make_segment(bucket_bytes=700))
+    for _ in range(3):
+        t.run(t.make_window())
+    t.add(make_segment(1, shapes=((9, 40, 1),)))
+    for _ in range(2):
+        t.run(t.make_window())
+    t.check()
+
+
+def test_a_segment_attached_inside_a_window_is_an_error(trainer):
+    t = trainer(make_segment(bucket_bytes=700))
+    t.fill(t.make_window())
+    t.memories[0].publish(0, 1)
+    t.client.wait_done(1)
+    with pytest.raises(WorkerError, match="between two windows"):
+        t.add(make_segment(1))
+
+
+def test_slots_in_flight_are_neither_torn_nor_overwritten(trainer):
+    """E15: two slots, 500 windows of stamped gradients, each slot refilled as soon as it is free, the other in flight."""
+    t = trainer(make_segment(shapes=((31, 160, 0), (31, 160, 1)), bucket_bytes=31 * 160 * 2))
+    (memory,), hyper = t.memories, np.full((1, 2, 5), (1e-3, 0.9, 0.99, 1e-8, 0.1))
+    assert len(memory.segment.buckets) == 2
+    counted = np.ones((1, 2), dtype=bool)
+    for window in range(1, 501):
+        t.window_number = window
+        for bucket in (0, 1):
+            seq = 2 * (window - 1) + bucket + 1
+            t.client.wait_done(seq - 2)
+            sums = [np.full((31, 160), (-1) ** window * (window % 128 + bucket), dtype=np.float32)] * 2
+            t.fill_slot(memory, bucket, seq, hyper, counted, counted[:, 0], sums)
+            memory.publish(bucket, seq)
+            t.simulated[0][bucket].window(hyper[:, bucket], sums[bucket], "linear")
+    t.client.wait_done(1000)
+    t.check()
+
+
+def test_writes_of_the_worker_show_in_the_trainers_views(trainer):
+    """E8: torch views taken before the first window, also of the shadow as weights."""
+    t = trainer(make_segment())
+    memory = t.memories[0]
+    shadow, master = torch.from_numpy(memory.shadow).view(torch.bfloat16), torch.from_numpy(memory.master)
+    before = master.clone()
+    t.run(t.make_window())
+    assert not torch.equal(master, before)
+    assert torch.equal(shadow, master.bfloat16())
+
+
+def test_counters(trainer):
+    t = trainer(make_segment(bucket_bytes=700))
+    assert (t.client.done, t.client.busy_seconds) == (0, 0.0)
+    t.run(t.make_window())
+    assert t.client.done == t.seq == len(t.memories[0].segment.buckets)
+    assert 0 < t.client.busy_seconds < 60
+    assert t.client.wait_done(t.seq) == 0.0
+    t.close()
+    assert (t.client.done, t.client.busy_seconds > 0) == (t.seq, True)
+
+
+def corrupt_sequence(slot):
+    slot.seq += 7
+
+
+def corrupt_window(slot):
+    slot.device_log[-2] += 1
+
+
+def corrupt_hyper(slot):
+    slot.hyper[0, 0, 0] = 1.0
+
+
+def corrupt_bucket(slot):
+    slot.bucket = 2
+
+
+@pytest.mark.parametrize(
+    "corrupt, named",
+    [(corrupt_sequence, "seq is 9"), (corrupt_window, "last window word"), (corrupt_hyper, "checksum"),
+     (corrupt_bucket, "bucket is 2")],
+)  # fmt: skip
+def test_a_torn_slot_stops_the_worker_and_names_it(trainer, corrupt, named):
+    t = trainer(make_segment(bucket_bytes=700))
+    t.fill(t.make_window())
+    before = t.bits()
+    t.memories[0].publish(0, 1)
+    t.client.wait_done(1)
+    corrupt(t.memories[0].slots[1])
+    t.memories[0].publish(1, 2)
+    with pytest.raises(WorkerError, match=f"exit code 1(.|\n)*TornSlotError: slot 2 .*{named}"):
+        t.client.wait_done(2)
+    assert t.client.done == 1
+    rest = slice(t.memories[0].segment.buckets[0].stop, t.memories[0].segment.matrices[0].numel)
+    np.testing.assert_array_equal(t.memories[0].master.view(np.uint32)[rest], before[0][rest])
+
+
+@pytest.mark.parametrize("bucket, seq", [(0, 2), (0, 99), (1, 2)], ids=["late", "foreign", "overtaken"])
+def test_a_reordered_slot_stops_the_worker(trainer, bucket, seq):
+    t = trainer(make_segment(bucket_bytes=700))
+    t.fill(t.make_window())
+    t.memories[0].publish(bucket, seq)
+    with pytest.raises(WorkerError, match="TornSlotError: .*slot 1"):
+        t.client.wait_done(1)
+    with pytest.raises(WorkerError, match="TornSlotError"):
+        t.client.check()
