@@ -25,6 +25,7 @@ SPIN_SECONDS = 100e-6
 POLL_SECONDS = 50e-6
 LIVENESS_SECONDS = 20e-3
 STOP_SECONDS = 5.0
+END_SECONDS = 1.0
 TAIL_BYTES = 8192
 
 
@@ -128,7 +129,7 @@ class WorkerClient:
         if self.closed:
             return WorkerError("the CPU optimizer's process has been stopped")
         try:
-            code = self._process.wait(STOP_SECONDS / 5)
+            code = self._process.wait(END_SECONDS)
             ended = _describe(code)
         except subprocess.TimeoutExpired:
             ended = "no longer answers"

@@ -116,7 +116,7 @@ def test_a_segment_attached_inside_a_window_is_an_error(trainer):
 
 
 def test_slots_in_flight_are_neither_torn_nor_overwritten(trainer):
-    """E15: two slots, 500 windows of stamped gradients, each slot refilled as soon as it is free, the other in flight."""
+    """E15: two slots, 500 windows of stamped gradients; a slot is refilled once it is free, the other in flight."""
     t = trainer(make_segment(shapes=((31, 160, 0), (31, 160, 1)), bucket_bytes=31 * 160 * 2))
     (memory,), hyper = t.memories, np.full((1, 2, 5), (1e-3, 0.9, 0.99, 1e-8, 0.1))
     assert len(memory.segment.buckets) == 2
