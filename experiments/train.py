@@ -1,0 +1,26 @@
+"""`zenflow-train`: compose a run's configuration with Hydra, and train."""
+
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from zenflow.training.schema import run_command, run_job
+
+HERE = Path(__file__).resolve().parent
+CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folder / "train.yaml").is_file())
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def job(cfg: DictConfig) -> float:
+    from zenflow.training.run import train
+
+    return run_job(train, cfg)
+
+
+def main() -> None:
+    run_command(job)
+
+
+if __name__ == "__main__":
+    main()

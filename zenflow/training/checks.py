@@ -1,0 +1,79 @@
+"""Everything about a run that can be refused before a file is written, a process started or GPU memory taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zenflow.training.engines import zenflow_config
+from zenflow.training.errors import InputError
+from zenflow.training.models import check_model
+from zenflow.training.schema import AdamWEngine, Device, ModelKind, TrainConfig, ZenFlowEngine
+from zenflow.training.sources import is_classification, locate
+
+OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log")
+
+Rule = tuple[str, Callable[[Any], bool]]
+POSITIVE: Rule = ("an integer >= 1", lambda value: value >= 1)
+POSITIVE_OR_NULL: Rule = ("an integer >= 1 or null", lambda value: value is None or value >= 1)
+SHARE: Rule = ("a number between 0 and 1", lambda value: 0 < value < 1)
+BETA: Rule = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
+NOT_NEGATIVE: Rule = ("a finite number >= 0", lambda value: 0 <= value < math.inf)
+RULES: dict[str, Rule] = {
+    "seed": ("an integer >= 0", lambda value: value >= 0),
+    "threads": POSITIVE_OR_NULL,
+    "steps": POSITIVE,
+    "batch_size": POSITIVE,
+    "accumulate": POSITIVE,
+    "evaluate_every": POSITIVE_OR_NULL,
+    "log_every": POSITIVE,
+    "data.max_length": ("an integer >= 4", lambda value: value >= 4),
+    "data.max_characters": POSITIVE_OR_NULL,
+    "data.held_out": SHARE,
+    "data.evaluate_samples": POSITIVE,
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.beta1": BETA,
+    "optimizer.beta2": BETA,
+    "optimizer.eps": ("a finite number > 0", lambda value: 0 < value < math.inf),
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.max_grad_norm": ("a finite number > 0 or null", lambda value: value is None or 0 < value < math.inf),
+    "optimizer.warmup_steps": ("an integer >= 0", lambda value: value >= 0),
+    "optimizer.final_lr_ratio": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
+}
+
+
+def check(config: TrainConfig, folder: Path) -> None:
+    """Errors: InputError, one sentence naming what is wrong and what is allowed."""
+    _check_values(config)
+    if present := [name for name in OUTPUTS if (folder / name).exists()]:
+        raise InputError(f"{folder} already holds a run ({present[0]}); give another folder as hydra.run.dir.")
+    if config.device is Device.cuda and not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no GPU here; use device=cpu or device=auto.")
+    if isinstance(config.engine, ZenFlowEngine):
+        zenflow_config(config.engine, config.optimizer, steps_per_epoch=1)
+    elif not isinstance(config.engine, AdamWEngine):
+        raise InputError("No engine was chosen; allowed: a ZenFlowEngine or an AdamWEngine.")
+    if is_classification(config.data) != (config.model.kind is ModelKind.encoder):
+        raise InputError(_mismatch(config))
+    locate(config.data)
+    check_model(config.model)
+
+
+def _check_values(config: TrainConfig) -> None:
+    for name, (allowed, within) in RULES.items():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not within(value):
+            raise InputError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+def _mismatch(config: TrainConfig) -> str:
+    data, model = f"data.kind={config.data.kind.name}", f"model.kind={config.model.kind.name}"
+    if is_classification(config.data):
+        return f"{data} has labels, which {model} cannot use; take model=minilm or another encoder."
+    return f"{data} has no labels, which {model} needs; take data=snippets, or model=smollm2, causal or tiny."

@@ -1,0 +1,141 @@
+"""Engines: who turns gradients into weights. Each has the optimizer's methods and reports what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self
+
+import torch
+from torch.nn import Parameter
+
+from zenflow.config import ZenFlowConfig
+from zenflow.training.errors import InputError
+from zenflow.training.schema import AdamWEngine, EngineConfig, OptimizerConfig, ZenFlowEngine, plain
+
+
+@dataclass(frozen=True)
+class Report:
+    """Totals since the start; times in seconds, traffic in bytes. `grad_norm` is the last step's, before clipping."""
+
+    grad_norm: float
+    skipped_steps: int = 0
+    windows: int = 0
+    selections: int = 0
+    stall_seconds: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+    worker_busy_seconds: float = 0.0
+
+
+class Engine(Protocol):
+    """The part of `torch.optim.Optimizer` that a loop needs, and an end."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def flush(self) -> None: ...
+    def report(self) -> Report: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class AdamW:
+    """torch's fused AdamW; weights below fp32 get fp32 masters, whose rounded copies they are.
+
+    The norm is taken, and the gradient clipped, on the device. A non-finite gradient is not skipped (as in torch).
+    """
+
+    def __init__(self, params: Iterable[Parameter], max_grad_norm: float | None, **settings: Any) -> None:
+        self._weights = [weight for weight in params if weight.requires_grad]
+        self._masters = [
+            weight if weight.dtype == torch.float32 else Parameter(weight.detach().float()) for weight in self._weights
+        ]
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
+        self._max_grad_norm = float("inf") if max_grad_norm is None else max_grad_norm
+        self._norm = torch.zeros(())
+        self.param_groups = self._optimizer.param_groups
+
+    def step(self) -> None:
+        copies = [(weight, master) for weight, master in zip(self._weights, self._masters, strict=True)]
+        copies = [(weight, master) for weight, master in copies if weight is not master]
+        for weight, master in copies:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self._norm = torch.nn.utils.clip_grad_norm_(self._masters, self._max_grad_norm)
+        self._optimizer.step()
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_([weight for weight, _ in copies], [master for _, master in copies])
+
+    def zero_grad(self) -> None:
+        for parameter in (*self._weights, *self._masters):
+            parameter.grad = None
+
+    def flush(self) -> None:
+        """Nothing is ever pending."""
+
+    def report(self) -> Report:
+        return Report(grad_norm=float(self._norm))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.zero_grad()
+
+
+class ZenFlowRun:
+    """`zenflow.ZenFlow` as an `Engine`."""
+
+    def __init__(self, params: Iterable[Parameter], config: ZenFlowConfig, **settings: Any) -> None:
+        from zenflow import ZenFlow
+
+        self._optimizer = ZenFlow(params, config=config, **settings)
+        self.param_groups = self._optimizer.param_groups
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def flush(self) -> None:
+        self._optimizer.flush()
+
+    def report(self) -> Report:
+        stats = self._optimizer.stats()
+        return Report(**{item.name: getattr(stats, item.name) for item in fields(Report)})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._optimizer.__exit__(*exception)
+
+
+def zenflow_config(engine: ZenFlowEngine, optimizer: OptimizerConfig, steps_per_epoch: int) -> ZenFlowConfig:
+    """The engine's own configuration, `auto` resolved. Errors: InputError naming field, value and what is allowed."""
+    values = plain(engine)
+    if values["select_strategy"] == "epoch" and values["steps_per_epoch"] is None:
+        values["steps_per_epoch"] = steps_per_epoch
+    try:
+        return ZenFlowConfig(**values, max_grad_norm=optimizer.max_grad_norm).resolved()
+    except ValueError as error:
+        raise InputError(f"engine.{error}.") from error
+
+
+def build_engine(
+    params: Iterable[Parameter], engine: EngineConfig, optimizer: OptimizerConfig, steps_per_epoch: int
+) -> Engine:
+    """The engine that `engine` asks for, on these parameters; a worker process may start here."""
+    settings = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if isinstance(engine, AdamWEngine):
+        return AdamW(params, optimizer.max_grad_norm, **settings)
+    assert isinstance(engine, ZenFlowEngine)
+    return ZenFlowRun(params, zenflow_config(engine, optimizer, steps_per_epoch), **settings)

@@ -1,0 +1,122 @@
+"""The training loop: steps without epochs, evaluation in between, one engine that owns the update."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from zenflow.training.data import Batch, Dataset, Order, evaluation_batches
+from zenflow.training.engines import Engine
+from zenflow.training.metrics import Evaluation, Recorder, StepTimer
+from zenflow.training.schema import OptimizerConfig, Schedule, TrainConfig
+
+log = logging.getLogger(__name__)
+LOG_LINES = 10  # in a run, where there is no terminal to draw a bar on
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate of step `step` of 1..`steps`: a linear warm-up that reaches `lr` at its last step, then the schedule."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 1 at the last step
+    if config.schedule is Schedule.constant:
+        return config.lr
+    left = 1 - done if config.schedule is Schedule.linear else (1 + math.cos(math.pi * done)) / 2
+    return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
+
+
+class Loop:
+    """One run's steps. `model` and `engine` are on `device`; the order of the samples follows from the seed."""
+
+    def __init__(
+        self, config: TrainConfig, model: nn.Module, data: Dataset, engine: Engine, recorder: Recorder, timer: StepTimer
+    ) -> None:
+        self._config, self._model, self._data = config, model, data
+        self._engine, self._recorder, self._timer = engine, recorder, timer
+        self._device = next(model.parameters()).device
+        self._order = Order(len(data.train), config.seed)
+
+    def run(self) -> None:
+        """All steps, with an evaluation before the first, after the last, and every `evaluate_every`."""
+        steps, every = self._config.steps, self._config.evaluate_every
+        self._evaluate(0)
+        with _progress(steps) as bar:
+            for number in range(1, steps + 1):
+                loss = self._step(number)
+                self._report_progress(bar, number, loss)
+                if every and number % every == 0 and number < steps:
+                    self._evaluate(number)
+        self._engine.flush()
+        self._evaluate(steps)
+
+    def _step(self, number: int) -> Tensor:
+        """`accumulate` backward passes, for example ids [32, 64] -> logits [32, 2] -> loss [], and one update."""
+        config = self._config
+        lr = learning_rate(config.optimizer, number, config.steps)
+        for group in self._engine.param_groups:
+            group["lr"] = lr
+        self._timer.start()
+        loss, tokens = torch.zeros((), device=self._device), 0
+        for micro in range(config.accumulate):
+            position = ((number - 1) * config.accumulate + micro) * config.batch_size
+            batch = self._data.train.batch(self._order.take(position, config.batch_size)).to(self._device)
+            part = self._loss(self._forward(batch), batch) / config.accumulate
+            part.backward()
+            loss += part.detach()
+            tokens += batch.tokens
+        self._engine.step()
+        self._engine.zero_grad()
+        self._timer.stop()
+        self._recorder.step(number, loss, lr, tokens, self._engine, last=number == config.steps)
+        return loss
+
+    def _forward(self, batch: Batch) -> Tensor:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.autocast):
+            return self._model(batch.input_ids, batch.attention_mask)
+
+    def _loss(self, logits: Tensor, batch: Batch, reduction: str = "mean") -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, -2).float(), batch.labels.flatten(), reduction=reduction)
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> None:
+        """Held-out loss and accuracy of the weights as they are; nothing about the training changes by it."""
+        self._model.eval()
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        right = torch.zeros((), dtype=torch.int64, device=self._device)
+        count = 0
+        for batch in evaluation_batches(
+            self._data.held_out, self._config.data.evaluate_samples, self._config.batch_size
+        ):
+            batch = batch.to(self._device)
+            logits = self._forward(batch)
+            loss += self._loss(logits, batch, reduction="sum")
+            right += (logits.argmax(dim=-1) == batch.labels).sum()
+            count += batch.labels.numel()
+        self._model.train()
+        accuracy = None if self._data.classes is None else right.item() / count
+        self._recorder.evaluation(Evaluation(step, loss.item() / count, accuracy))
+
+    def _report_progress(self, bar: tqdm, number: int, loss: Tensor) -> None:
+        bar.update()
+        steps, history = self._config.steps, self._recorder.history
+        if len(history.losses) != number:  # this step's loss is still on the device
+            return
+        if not bar.disable:
+            bar.set_postfix(loss=f"{history.losses[-1]:.4f}")
+        elif number % -(-steps // LOG_LINES) == 0:
+            log.info("step %d of %d: loss %.4f, %.3f s", number, steps, history.losses[-1], history.seconds[-1])
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[tqdm]:
+    with logging_redirect_tqdm(), tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as bar:
+        yield bar

