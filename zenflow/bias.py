@@ -21,7 +21,7 @@ def saturation(beta1: float, beta2: float) -> int:
 
 @lru_cache(maxsize=16)
 def bias_table(beta1: float, beta2: float, highest_step: int) -> np.ndarray:
-    """fp32 `[length, 2]`, `length >= 2`, for every t in `[0, highest_step]`; row t holds both factors, row 0 is unused (1, 1).
+    """fp32 `[length, 2]` for every t in `[0, highest_step]`; row t holds both factors, row 0 is unused (1, 1).
 
     `highest_step` is an upper bound on any t; it is rounded up to a power of two so that few tables are ever made, and
     the table ends early where it saturates.

@@ -54,7 +54,6 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     pipeline.wait_for_worker()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
     running = bool(pipeline.hyper_log)
-    pending = {id(storage) for storage, _, _ in pipeline.pending}
     state = {}
     for record in pipeline.records:
         shape = record.param.shape
@@ -69,14 +68,13 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
             entry["count"] = counts[record.index] if running else 0
             if entry["count"]:
                 entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
-            if id(record.storage) in pending:
+            if pipeline.is_pending(record):
                 entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
         state[indices[id(record.param)]] = entry
     return state, {
         "format": FORMAT,
         "config": asdict(pipeline.config),
         "clock": pipeline.clock.state_dict(),
-        "highest_t": pipeline.highest_t,
         "counters": dict(pipeline.counters),
         "skipped": int(pipeline.control.skipped.item()),
         "window_log": pipeline.control.window_log.to("cpu", copy=True),
@@ -118,8 +116,10 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         pipeline.pending = [
             (storage, bucket, pipeline.sent) for storage in pipeline.storages for bucket in storage.segment.buckets
         ]
+    pipeline.take_fingerprints(pipeline.records)
     pipeline.clock.load_state_dict(engine["clock"])
-    pipeline.highest_t = engine["highest_t"]
+    steps = (entry["step"] for entry in state.values())
+    pipeline.highest_t = max(int(step.max()) for step in steps if step.numel())
     pipeline.counters.update(engine["counters"])
     pipeline.control.skipped.fill_(engine["skipped"])
     pipeline.control.window_log.copy_(engine["window_log"])

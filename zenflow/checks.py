@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from zenflow_kernels.fingerprint import row_fingerprints
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.storage import DTYPE_NAMES, Newcomer, ParamRecord
@@ -47,7 +48,8 @@ def _check_overlap(newcomers: Sequence[Newcomer]) -> None:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             spans.append((param.data_ptr(), param.data_ptr() + extent * param.element_size(), newcomer))
             if extent < param.numel():
-                raise ValueError(f"{newcomer.name} is an expanded view of shape {tuple(param.shape)}; give it its own memory")
+                shape = tuple(param.shape)
+                raise ValueError(f"{newcomer.name} is an expanded view of shape {shape}; give it memory of its own")
     spans.sort(key=lambda span: span[0])
     for (_, stop, one), (start, _, other) in zip(spans, spans[1:], strict=False):
         if start < stop:
@@ -82,14 +84,15 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
     for record in pipeline.records:
         param = record.param
         moved = param.data_ptr() != record.weight.data_ptr() or param.dtype != record.weight.dtype
-        if moved:
-            _move_back(record)
         if moved or force or param._version != record.version:
-            _follow_weights(pipeline, record)
+            pipeline.wait_for_worker()
+            changed = _move_back(record) if moved else None
+            _follow_weights(record, changed, pending=pipeline.is_pending(record))
             record.version = param._version
 
 
-def _move_back(record: ParamRecord) -> None:
+def _move_back(record: ParamRecord) -> Tensor:
+    """Copy the parameter's new memory over its old one; where the bits differ, bool `[rows, cols]`."""
     param, weight = record.param, record.weight
     if param.dtype != weight.dtype or param.device != weight.device or param.numel() != weight.numel():
         raise RuntimeError(
@@ -98,26 +101,55 @@ def _move_back(record: ParamRecord) -> None:
             "build the optimizer after such changes"
         )
     with torch.no_grad():
-        weight.view(param.shape).copy_(param.data)
+        new = param.data.reshape(weight.shape)
+        changed = bits(new) != bits(weight)
+        weight.copy_(new)
         param.data = weight.view(param.shape)
+    return changed
 
 
-def _follow_weights(pipeline: Pipeline, record: ParamRecord) -> None:
-    pipeline.wait_for_worker()
+def _follow_weights(record: ParamRecord, changed: Tensor | None, pending: bool) -> None:
+    """Masters follow the weights: where `changed`, or where that is unknown, where the bits show it.
+
+    While a result is on its way (`pending`) the bits that are visible are neither the master's nor the shadow's; then
+    each row's fingerprint tells. What was changed is also put into the result that is still to be uploaded.
+    """
     if record.kind == "whole":
         _follow(record.master, record.weight)
         return
     if record.selected.numel():
         index = record.selected.to(record.weight.device)
         _follow(record.master, gather_channels(record.weight, index, record.kind, validate=False))
-    master, weight = record.host[0], record.weight.cpu()
-    if any(storage is record.storage for storage, _, _ in pipeline.pending):
-        if not torch.equal(bits(weight), bits(record.host_shadow)):
-            logger.warning("%s was changed while a deferred result was on its way; that result is dropped", record.name)
-        master.copy_(weight)
-        record.host_shadow.copy_(weight)
-    else:
+    master, shadow, weight = record.host[0], record.host_shadow, record.weight.cpu()
+    if changed is None and pending:
+        changed = _changed_rows(record)[:, None].expand(weight.shape)
+    if changed is None:
         _follow(master, weight)
+        return
+    changed = changed.cpu()
+    master.copy_(torch.where(changed, weight.to(torch.float32), master))
+    if pending:
+        shadow.copy_(torch.where(changed, weight, shadow))
+        take_fingerprint(record)
+
+
+def take_fingerprint(record: ParamRecord) -> None:
+    """Remember the deferred weights that are visible now, row by row."""
+    record.fingerprint = row_fingerprints(record.weight, record.slot if record.kind == "column" else None)
+
+
+def _changed_rows(record: ParamRecord) -> Tensor:
+    before = record.fingerprint
+    assert before is not None, "a result is on its way, so its matrix has a fingerprint"
+    changed = row_fingerprints(record.weight, record.slot if record.kind == "column" else None) != before
+    if record.kind == "row":
+        changed[record.selected.to(changed.device)] = False
+    if changed.any():
+        logger.warning(
+            "%d rows of %s were changed while a deferred result was on its way; they keep their new weights",
+            int(changed.sum()), record.name,
+        )  # fmt: skip
+    return changed
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

@@ -209,15 +209,14 @@ class ZenFlow(torch.optim.Optimizer):
         return self._pipeline
 
     def _newcomers(self, wanted: Callable[[Parameter], bool]) -> list[Newcomer]:
-        found = []
+        found, seen = [], set()
         for number, group in enumerate(self.param_groups):
             unnamed = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
             names = group.get("param_names") or unnamed
-            found += [
-                Newcomer(param, number, name)
-                for param, name in zip(group["params"], names, strict=True)
-                if wanted(param)
-            ]
+            for param, name in zip(group["params"], names, strict=True):
+                if id(param) not in seen and wanted(param):
+                    found.append(Newcomer(param, number, name))
+                seen.add(id(param))
         return found
 
     def _indices(self) -> dict[int, int]:

@@ -17,7 +17,6 @@ because there is one accumulator.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -31,12 +30,11 @@ from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Table
 
 from zenflow.bias import bias_table
-from zenflow.checks import adopt_outside_changes, usable_gradient
-from zenflow.client import WorkerClient
+from zenflow.checks import adopt_outside_changes, take_fingerprint, usable_gradient
+from zenflow.client import WorkerClient, WorkerSettings
 from zenflow.config import ZenFlowConfig
-from zenflow.cores import plan_cores
+from zenflow.cores import CorePlan, plan_cores
 from zenflow.geometry import Bucket
-from zenflow.ring import WorkerSettings
 from zenflow.selection import choose_channels, migrate
 from zenflow.stats import StallClock
 from zenflow.storage import (
@@ -93,7 +91,7 @@ class Pipeline:
         self.control = StepControl.create(0, config.update_interval, device)
         self.partials = torch.zeros(0, dtype=torch.float64, device=device)
         self.client: WorkerClient | None = None
-        self.unbound_cores: set[int] | None = None  # the trainer's affinity before it was bound
+        self.cores: CorePlan | None = None
         self.sent = 0  # slots sent since the worker started
         self.pending: list[tuple[SegmentStorage, Bucket, int]] = []  # sent and not yet visible
         self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
@@ -149,15 +147,13 @@ class Pipeline:
         self.client.attach(storage.segment, storage.memory)
 
     def _start_worker(self) -> WorkerClient:
-        bind = self.device.type == "cuda" if self.config.core_binding == "auto" else self.config.core_binding
-        trainer_cores, worker_cores, threads = plan_cores(
-            self.config.pt_reserved_cores_perc, bind, self.config.worker_threads
-        )
+        binding = self.config.core_binding
+        bind = self.device.type == "cuda" if binding == "auto" else binding
+        self.cores = plan_cores(self.config.pt_reserved_cores_perc, bind, self.config.worker_threads)
         settings = WorkerSettings(deferred_lr_scale=self.config.deferred_lr_scale)
-        client = WorkerClient(settings=settings, cores=worker_cores, threads=threads)
+        client = WorkerClient(settings=settings, cores=self.cores.worker_cores, threads=self.cores.worker_threads)
         if bind:
-            self.unbound_cores = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, trainer_cores)
+            self.cores.bind_trainer()
         return client
 
     # Phase 2
@@ -190,7 +186,7 @@ class Pipeline:
         """Norm, finite check and clip coefficient over all parameters, and the bookkeeping that follows from them."""
         first = 0
         for table in self.tables:
-            table.bind(grads[table.first : table.first + table.n_params])
+            table.bind(grads[table.first : table.first + len(table.entries)])
             partial_norms(table, self.partials[first : first + table.n_partials])
             first += table.n_partials
         close_step(
@@ -227,11 +223,19 @@ class Pipeline:
 
     def _end_window(self, plan: StepPlan) -> None:
         self.send_window()
-        if plan.synchronous:
+        candidates = self._candidates() if plan.selects else []
+        # The one question that the host asks the device, and only at a window end at which a selection is due.
+        selecting = bool(candidates) and bool(self.control.finite.item())
+        if plan.synchronous or selecting:
             self.make_visible()
             self.write_selected()
-        if plan.selects:
-            self._select_again(plan.step)
+        if selecting:
+            with self.selecting.section():
+                self._select(candidates, plan.step)
+        if plan.selects and (selecting or not candidates):
+            self.clock.selection_ran()
+        if self.pending:
+            self.take_fingerprints(self.records)
 
     def send_window(self) -> None:
         """Queue every bucket's accumulator for the worker, behind the fold that completes it."""
@@ -281,6 +285,16 @@ class Pipeline:
                 self.counters["bytes_to_device"] += shadow.nbytes
         self.pending = []
 
+    def is_pending(self, record: ParamRecord) -> bool:
+        """Whether a result for this parameter has been sent for and is not visible yet."""
+        return any(storage is record.storage for storage, _, _ in self.pending)
+
+    def take_fingerprints(self, records: list[ParamRecord]) -> None:
+        """While a result is on its way nothing else tells what is visible, should somebody change it."""
+        for record in records:
+            if self.is_pending(record):
+                take_fingerprint(record)
+
     def write_selected(self) -> None:
         """Write the selected masters over what an upload left in their channels."""
         if self.storages:
@@ -314,30 +328,23 @@ class Pipeline:
         if fresh and self.control.finite.item():
             with self.selecting.section():
                 self.wait_for_worker()
-                self._select(fresh, step)
+                # This step is in `advance` already, and has yet to be applied.
+                self._select(fresh, step, ahead=1)
+                self.take_fingerprints(fresh)
 
-    def _select_again(self, step: int) -> None:
-        """At a drained window end; a skipped step leaves the selection due."""
-        candidates = [
-            record for record in self.records if record.owned and record.n_selected and record.storage is not None
-        ]
-        with self.selecting.section():
-            if candidates and not self.control.finite.item():
-                return
-            self.clock.selection_ran()
-            self._select([record for record in candidates if self._is_present(record)], step)
+    def _candidates(self) -> list[ParamRecord]:
+        """Parameters whose owners a selection may change now: some channels selected, some deferred, and a gradient."""
+        return [record for record in self.records if record.storage and record.n_selected and self._is_present(record)]
 
     def _is_present(self, record: ParamRecord) -> bool:
         return record.param.requires_grad and record.param.grad is not None
 
-    def _select(self, records: list[ParamRecord], step: int) -> None:
-        if not records:
-            return
+    def _select(self, records: list[ParamRecord], step: int, ahead: int = 0) -> None:
         advances = self.control.advance.tolist()
         chosen = choose_channels(records, self.config.importance)
         moved = 0
         for record, selected in zip(records, chosen, strict=True):
-            traffic = migrate(record, selected, advances[record.index], self.config.on_reselect)
+            traffic = migrate(record, selected, advances[record.index] - ahead, self.config.on_reselect)
             self.counters["bytes_to_host"] += traffic.to_host
             self.counters["bytes_to_device"] += traffic.to_device
             moved += traffic.moved
@@ -355,5 +362,5 @@ class Pipeline:
             torch.cuda.synchronize(self.device)
         for storage in self.storages:
             storage.close()
-        if self.unbound_cores is not None:
-            os.sched_setaffinity(0, self.unbound_cores)
+        if self.cores is not None:
+            self.cores.restore_trainer()

@@ -79,6 +79,7 @@ class ParamRecord:
     matrix: Matrix | None = None
     selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     owned: bool = True  # False until the first selection
+    fingerprint: Tensor | None = None  # int64 [rows], of what is visible while a deferred result is pending
     version: int = 0  # the parameter's autograd version when its bits were last known
 
     @property
@@ -189,8 +190,9 @@ class SlotViews:
     """What the device writes of one slot: its log of the window, int32 `[words]`, and `ready`, int64 `[1]`."""
 
     def __init__(self, memory: SegmentMemory, bucket: int) -> None:
-        self.log = torch.from_numpy(memory.device_log(bucket))
-        self.ready = torch.from_numpy(memory.ready(bucket)).view(torch.int64)
+        slot = memory.slots[bucket]
+        self.log = torch.from_numpy(slot.device_log)
+        self.ready = torch.from_numpy(slot.ready)
 
 
 def new_segment(
