@@ -23,6 +23,7 @@ _HOMES = {
     "close_step": "norm",
     "partial_norms": "norm",
     "write_masters": "fused_step",
+    "row_fingerprints": "fingerprint",
     "interpreted": "dispatch",
 }
 

@@ -23,8 +23,8 @@ from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, adamw_, chunks
 from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
 
 N_HYPER, ADD = tl.constexpr(len(HYPER)), tl.constexpr(FOLD_ADD)
-FOLD_BLOCK = 4096  # elements of the gradient folded at once
-UPDATE_BLOCK = 1024  # selected elements updated at once
+FOLD_BLOCK = 2048  # elements of the gradient folded at once
+UPDATE_BLOCK = 512  # selected elements updated at once
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def _close_step_kernel(
     for offset in range(0, n_params, BLOCK_P):
         offs = offset + tl.arange(0, BLOCK_P)
         mask = offs < n_params
-        counted = ((tl.load(present_ptr + offs, mask=mask, other=0) != 0) & finite).to(tl.int32)  # [BLOCK_P]
+        counted = tl.where(tl.load(present_ptr + offs, mask=mask, other=0) != 0, finite.to(tl.int32), 0)  # [BLOCK_P]
         count = tl.load(count_ptr + offs, mask=mask, other=0)
         count = tl.where(position == 0, 0, count)
         advance = tl.load(advance_ptr + offs, mask=mask, other=0)

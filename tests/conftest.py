@@ -1,0 +1,71 @@
+"""Set-up that every test shares: Triton's interpreter where there is no GPU, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Triton reads it when a kernel is defined, so it must be set before zenflow_kernels is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+SHARED = Path("/dev/shm")
+HELPERS = (b"resource_tracker", b"forkserver")  # multiprocessing's own, which live as long as the interpreter
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def _shared_entries() -> set[str]:
+    return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
+
+
+def _children() -> dict[int, bytes]:
+    """Command lines of the running children of this process, by id."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z" and not any(helper in command for helper in HELPERS):
+            children[int(entry.name)] = command
+    return children
+
+
+def _ends(pid: int, milliseconds: int) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(milliseconds))
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    children, entries = _children(), _shared_entries()
+    yield
+    left = {pid: command for pid, command in _children().items() if pid not in children and not _ends(pid, 5000)}
+    assert not left, f"child processes outlive the tests: {left}"
+    new = _shared_entries() - entries
+    assert not new, f"new entries in {SHARED}: {new}"

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE
+from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters, write_masters_reference
+from zenflow_kernels.numerics import adamw_
+from zenflow_kernels.table import Entry, Table
+
+from tests.kernels.building import HYPERS, Padded, Spec, World, bits, make_world
+
+TABLES = {
+    "column": [
+        Spec("column", 7, 13, 3),
+        Spec("column", 3, 700, 70, group=1),
+        Spec("column", 1, 1, 1),
+        Spec("column", 5, 16, 16),
+        Spec("column", 11, 31, 0),
+        Spec("column", 6, 24, 5, group=1, shift=1),
+    ],
+    "row": [
+        Spec("row", 13, 7, 3),
+        Spec("row", 5, 517, 2, group=1),
+        Spec("row", 1, 1, 1),
+        Spec("row", 31, 8, 31),
+        Spec("row", 9, 16, 0),
+    ],
+    "whole": [Spec("whole", 3, 11), Spec("whole", 1, 1000, group=1), Spec("whole", 1, 1), Spec("whole", 2, 5, shift=3)],
+    "mixed": [Spec("column", 4, 64, 6), Spec("whole", 1, 5), Spec("row", 0, 128, 0), Spec("column", 128, 0, 0)],
+}
+SCALES = {"plain": (1.0, 1.0), "clipped": (1.0, 0.37), "unscaled": (2.0**-16, 0.37)}
+
+
+def decide(world: World, offset: int, scales: tuple[float, float]) -> None:
+    """A decision made by hand: the three folds in turn, beginning at `offset`, and some advances."""
+    fold = [(offset + number) % 3 for number in range(world.control.fold.numel())]
+    assert {FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD} == {0, 1, 2}
+    world.control.fold.copy_(torch.tensor(fold))
+    world.control.advance.copy_(torch.arange(len(fold)) * 40)
+    world.control.inv_scale.fill_(scales[0])
+    world.control.clip.fill_(scales[1])
+
+
+def assert_equal(world: World, twin: World) -> None:
+    state, expected = world.state(), twin.state()
+    for name in state:
+        assert torch.equal(bits(state[name]), bits(expected[name])), name
+    world.pad.check()
+    twin.pad.check()
+
+
+def run_both(world: World) -> None:
+    twin = world.twin()
+    fused_step(world.table, world.control, world.hyper, world.bias)
+    fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias)
+    assert_equal(world, twin)
+
+
+@pytest.mark.parametrize("specs", TABLES.values(), ids=TABLES.keys())
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_step_equals_the_reference_bit_for_bit(specs, offset, device, dtype):
+    world = make_world(specs, device, dtype, acc_dtype=torch.float32 if offset else torch.bfloat16, seed=offset)
+    decide(world, offset, list(SCALES.values())[offset])
+    run_both(world)
+
+
+@pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES.keys())
+def test_unaligned_gradients_and_scales(scales, device, dtype):
+    world = make_world([Spec("column", 9, 64, 7, shift=1), Spec("row", 9, 32, 4, shift=3)], device, dtype)
+    decide(world, 1, scales)
+    assert not world.table.grads_aligned
+    run_both(world)
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "whole"])
+def test_denormal_inputs_keep_their_bits(kind, device):
+    world = make_world([Spec(kind, 24, 40, 7)], device, torch.float32)
+    decide(world, 0, (1.0, 0.5))
+    world.control.fold.fill_(FOLD_ADD)
+    for name, tensor in world.state().items():
+        if tensor.is_floating_point():
+            tensor.mul_(1e-42 if name.endswith("exp_avg_sq") else 1e-39)
+    world.table.grads[0].mul_(1e-39)
+    tiny = world.table.grads[0].abs()
+    assert bool(((tiny > 0) & (tiny < torch.finfo(torch.float32).tiny)).any())
+    run_both(world)
+
+
+def test_a_denormal_divides_and_has_a_root(device):
+    """eps 0 and one step from zero moments: p moves by lr * m / (sqrt(v) * scale), both denormal."""
+    world = make_world([Spec("whole", 1, 64)], device, torch.float32)
+    decide(world, 1, (1.0, 1.0))
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    world.hyper[:, 5] = 0
+    entry = world.table.entries[0]
+    entry.exp_avg.fill_(1e-40)
+    entry.exp_avg_sq.fill_(1e-40)
+    world.table.grads[0].zero_()
+    run_both(world)
+    assert bool(torch.isfinite(entry.master).all())
+
+
+def test_without_a_decision_only_weights_are_written(device, dtype):
+    world = make_world(TABLES["mixed"] + TABLES["row"], device, dtype)
+    world.control.advance.fill_(3)
+    before = {name: bits(tensor).clone() for name, tensor in world.state().items()}
+    world.table.bind([None] * len(world.table.entries))
+    fused_step(world.table, world.control, world.hyper, world.bias)
+    after = world.state()
+    for name in after:
+        assert name.endswith("weight") or torch.equal(bits(after[name]), before[name]), name
+    twin = world.twin()
+    write_masters_reference(twin.table)
+    assert_equal(world, twin)
+
+
+@pytest.mark.parametrize("specs", TABLES.values(), ids=TABLES.keys())
+def test_write_masters_equals_the_reference(specs, device, dtype):
+    world = make_world(specs, device, dtype)
+    twin = world.twin()
+    write_masters(world.table)
+    write_masters_reference(twin.table)
+    assert_equal(world, twin)
+
+
+def test_same_bits_twice(device, dtype):
+    results = []
+    for _ in range(2):
+        world = make_world([TABLES["column"][0], TABLES["row"][0], TABLES["whole"][0]], device, dtype)
+        decide(world, 1, SCALES["clipped"])
+        fused_step(world.table, world.control, world.hyper, world.bias)
+        results.append({name: bits(tensor) for name, tensor in world.state().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_tile_size_and_neighbours_change_no_bit(kind, device):
+    spec = Spec(kind, 12, 48, 5)
+    alone = make_world([spec], device, torch.float32, first=1, step_tile=4096)
+    entries = [*make_world([Spec("whole", 1, 3)], device, torch.float32).table.entries]
+    for tile in (1000, 48, 20):
+        world = make_world([spec], device, torch.float32, first=1)
+        table = Table([*world.table.entries, *entries], 1, step_tile=tile)
+        table.bind([*world.table.grads, torch.zeros(1, 3, device=device)])
+        world.table = table
+        decide(world, 0, SCALES["clipped"])
+        fused_step(table, world.control, world.hyper, world.bias)
+        results = bits(table.entries[0].master), bits(table.entries[0].accumulator)
+        if tile == 1000:
+            decide(alone, 0, SCALES["clipped"])
+            fused_step(alone.table, alone.control, alone.hyper, alone.bias)
+        expected = alone.table.entries[0]
+        assert torch.equal(results[0], bits(expected.master)) and torch.equal(results[1], bits(expected.accumulator))
+
+
+def test_before_the_first_selection_nothing_is_selected(device):
+    world = make_world([Spec("column", 6, 40, 4), Spec("row", 10, 8, 2)], device, torch.float32)
+    for entry in world.table.entries:
+        entry.slot.fill_(-1)
+    decide(world, 1, (1.0, 1.0))
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    masters = [bits(entry.master).clone() for entry in world.table.entries]
+    run_both(world)
+    for entry, grad, master in zip(world.table.entries, world.table.grads, masters, strict=True):
+        assert torch.equal(bits(entry.accumulator), bits(grad)) and torch.equal(bits(entry.master), master)
+
+
+def test_a_later_selection_is_read_from_slot(device):
+    world = make_world([Spec("column", 6, 40, 4)], device, torch.float32)
+    decide(world, 2, (1.0, 1.0))
+    run_both(world)
+    entry = world.table.entries[0]
+    entry.slot.copy_(entry.slot.roll(7))
+    decide(world, 2, (1.0, 1.0))
+    run_both(world)
+
+
+def test_a_4d_gradient_is_its_matrix(device):
+    world = make_world([Spec("column", 8, 60, 6)], device, torch.float32)
+    decide(world, 2, (1.0, 1.0))
+    world.table.bind([world.table.grads[0].view(8, 4, 5, 3)])
+    run_both(world)
+
+
+def test_the_last_row_of_the_bias_table_serves_every_later_step(device):
+    world = make_world([Spec("column", 2, 8, 3), Spec("whole", 1, 4)], device, torch.float32)
+    decide(world, 1, (1.0, 1.0))
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    world.control.advance.fill_(2**30)
+    run_both(world)
+
+
+def test_a_step_follows_adamw_by_hand(device):
+    pad = Padded(device)
+    p, g = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -0.25, 4.0]])
+    slot = pad.hold(torch.tensor([-1, 0, -1], dtype=torch.int32))
+    zeros = [pad.hold(torch.zeros(1, 1)) for _ in range(2)]
+    start, acc = pad.hold(torch.zeros(1, dtype=torch.int32)), pad.hold(torch.full((1, 3), 9.0))
+    entry = Entry(pad.hold(p), "column", 0, pad.hold(p[:, 1:2]), *zeros, start, slot, acc)
+    world = make_world([Spec("whole", 1, 1)], device, torch.float32, first=0)
+    table = Table([entry], 0)
+    table.bind([g.to(device)])
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    world.control.advance.fill_(1)
+    world.control.inv_scale.fill_(1)
+    world.control.clip.fill_(1)
+    fused_step(table, world.control, world.hyper, world.bias)
+    lr, decay = HYPERS[0][0], HYPERS[0][4]
+    assert entry.weight.cpu()[0].tolist()[::2] == [1.0, 3.0]
+    # The first AdamW step is one learning rate against the gradient's sign, after the decay.
+    assert entry.weight[0, 1].item() == pytest.approx(2 * (1 - lr * decay) + lr, abs=1e-6)
+    assert entry.accumulator.cpu()[0].tolist() == [0.5, 0.0, 4.0]
+
+
+COLD = """
+import os, sys, torch
+from tests.kernels.building import Spec, bits, make_world
+from zenflow_kernels.fused_step import fused_step, fused_step_reference
+world = make_world([Spec("column", 64, 256, 25), Spec("whole", 1, 77)], "cuda", torch.bfloat16)
+world.control.fold.fill_(2)
+world.control.advance.fill_(1)
+world.control.inv_scale.fill_(1)
+world.control.clip.fill_(0.5)
+twin = world.twin()
+fused_step(world.table, world.control, world.hyper, world.bias)
+fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias)
+state, expected = world.state(), twin.state()
+assert all(torch.equal(bits(state[name]), bits(expected[name])) for name in state)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_with_a_cold_cache_steps_once(tmp_path):
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", COLD], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_large_table_on_the_gpu(dtype):
+    specs = [
+        Spec("column", 1536, 8960, 896),
+        Spec("column", 8960, 1536, 154, group=1),
+        Spec("row", 2048, 1537, 205),
+        Spec("row", 33, 100_003, 3, group=1),
+        Spec("column", 3, 200_000, 20_000),
+        Spec("whole", 1, 1_000_003),
+    ]
+    world = make_world(specs, "cuda", dtype, acc_dtype=dtype, step_tile=32768, norm_tile=32768)
+    for offset in range(3):
+        decide(world, offset, list(SCALES.values())[offset])
+        run_both(world)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int32_can_count():
+    """C8: a matrix of 2**31 + 2049 bf16 elements; every element of the fold, and the last rows of the update."""
+    rows, cols, n = 2**20 + 1, 2049, 3
+    grad = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    slot = torch.full((cols,), -1, dtype=torch.int32, device="cuda")
+    channels = torch.tensor([5, 1000, cols - 1], device="cuda")
+    slot[channels] = torch.arange(n, dtype=torch.int32, device="cuda")
+    state = [torch.zeros(rows, n, device="cuda") for _ in range(3)]
+    start = torch.zeros(n, dtype=torch.int32, device="cuda")
+    accumulator = torch.full_like(grad, float("nan"))
+    entry = Entry(torch.zeros_like(grad), "column", 0, *state, start, slot, accumulator)
+    world = make_world([Spec("whole", 1, 1)], "cuda", torch.bfloat16, first=0)
+    table = Table([entry], 0)
+    table.bind([grad])
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    world.control.advance.fill_(1)
+    world.control.inv_scale.fill_(1)
+    world.control.clip.fill_(1)
+    fused_step(table, world.control, world.hyper, world.bias)
+    expected_fold = grad.clone()
+    expected_fold[:, channels] = 0
+    assert torch.equal(accumulator, expected_fold)
+
+    for part in (slice(0, 3), slice(rows - 3, rows)):
+        p, m, v = (torch.zeros(3, n) for _ in range(3))
+        names = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay")
+        factors = dict(zip(names, world.hyper[0, 1:7].tolist(), strict=True))
+        first, second = world.bias[0, 1].cpu()
+        step_size = world.hyper[0, 0].cpu() * first
+        adamw_(p, m, v, grad[part][:, channels].float().cpu(), step_size=step_size, denom_scale=second, **factors)
+        for got, want in zip(state, (p, m, v), strict=True):
+            assert torch.equal(bits(got[part]), bits(want))
+        assert torch.equal(bits(entry.weight[part][:, channels]), bits(p.bfloat16()))
+        assert entry.weight[part].count_nonzero() == p.bfloat16().count_nonzero()
+
+
+@pytest.mark.gpu
+def test_a_whole_parameter_beyond_int32():
+    """C8: 2**31 + 8 bf16 elements selected whole; the first and the last ones against the reference."""
+    numel = 2**31 + 8
+    grad = torch.empty(1, numel, dtype=torch.bfloat16, device="cuda").normal_()
+    state = [torch.zeros(1, numel, device="cuda") for _ in range(3)]
+    weight = torch.full_like(grad, float("nan"))
+    start = torch.zeros(1, dtype=torch.int32, device="cuda")
+    world = make_world([Spec("whole", 1, 1)], "cuda", torch.bfloat16, first=0)
+    table = Table([Entry(weight, "whole", 0, *state, start, None, None)], 0)
+    table.bind([grad])
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    world.control.advance.fill_(1)
+    world.control.inv_scale.fill_(1)
+    world.control.clip.fill_(1)
+    fused_step(table, world.control, world.hyper, world.bias)
+    assert not bool(torch.isnan(weight).any())
+    for part in (slice(0, 100), slice(numel - 100, numel)):
+        small = Table(
+            [Entry(torch.zeros(1, 100).bfloat16(), "whole", 0, *(torch.zeros(1, 100) for _ in range(3)),
+                   torch.zeros(1, dtype=torch.int32), None, None)], 0
+        )  # fmt: skip
+        small.bind([grad[:, part].cpu().contiguous()])
+        twin = world.twin()
+        fused_step_reference(small, twin.control, twin.hyper, twin.bias)
+        for got, want in zip((weight, *state), (small.entries[0].weight, *_state(small)), strict=True):
+            assert torch.equal(bits(got[:, part]), bits(want))
+
+
+def _state(table: Table) -> tuple[torch.Tensor, ...]:
+    entry = table.entries[0]
+    return entry.master, entry.exp_avg, entry.exp_avg_sq
+
+
+def test_factor_tables_of_another_shape_are_refused():
+    world = make_world([Spec("whole", 1, 4)], "cpu", torch.float32)
+    with pytest.raises(ValueError, match="hyper"):
+        fused_step(world.table, world.control, world.hyper[:, :7], world.bias)
+    with pytest.raises(ValueError, match="bias"):
+        fused_step(world.table, world.control, world.hyper, world.bias.double())
