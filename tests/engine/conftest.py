@@ -6,13 +6,17 @@ from typing import Any
 import pytest
 
 from tests.engine.driving import Builder
+from zenflow import ZenFlow
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
 def build() -> Iterator[Builder]:
     """Makes engines that defer every matrix, however small, and closes them."""
-    from zenflow import ZenFlow
-
     made: list[ZenFlow] = []
 
     def make(params: Any, **settings: Any) -> ZenFlow:

@@ -7,6 +7,7 @@ gradients and keep, for every channel, its owner, its step count t, its master a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class State:
     selected: Tensor  # bool [channels]
     row_channels: bool
     whole: bool
+    owned: bool  # a first selection was made
     accumulator: Tensor | None = None
     counted: list[Group] = field(default_factory=list)  # the group's settings at each counted step of this window
     pending: Tensor | None = None  # a finished result that is not visible yet
@@ -70,7 +72,8 @@ class State:
     @classmethod
     def of(cls, weight: Tensor, row_channels: bool, whole: bool) -> State:
         weight = weight.detach().cpu().clone()
-        flat = weight.reshape(weight.shape[0], -1) if weight.dim() >= 2 else weight.reshape(1, -1)
+        rows = weight.shape[0] if weight.dim() >= 2 else 1
+        flat = weight.reshape(rows, math.prod(weight.shape[1:]) if weight.dim() >= 2 else weight.numel())
         channels = flat.shape[0] if row_channels else flat.shape[1]
         zeros = torch.zeros_like(flat, dtype=torch.float32)
         return cls(
@@ -82,6 +85,7 @@ class State:
             torch.full((channels,), whole),
             row_channels,
             whole,
+            owned=whole,
         )
 
     def per_channel(self, values: Tensor) -> Tensor:
@@ -127,18 +131,13 @@ class Simulation:
         row = self.settings["channel_dim"] == "row"
         smallest = self.settings["min_deferred_numel"]
         self.states = [State.of(w, row, w.dim() < 2 or w.numel() < smallest) for w in weights]
-        self.steps = self.skipped = self.windows = self.selections = 0
+        self.steps = self.skipped = self.windows = 0
         self.position = 0  # steps taken in the running window
         self.due = False
         self.norm = 0.0
 
     def visible(self, index: int) -> Tensor:
         return self.states[index].visible.reshape(self.shapes[index])
-
-    def selects_in_the_next_step(self) -> bool:
-        """Whether a selection will run in the next step if that step is finite."""
-        step = self.steps + 1
-        return self.selections == 0 or (self._ends_window(step) and (self.due or self._falls_due(step)))
 
     def step(self, grads: Sequence[Tensor | None], grad_scale: float = 1.0, found_inf: bool = False) -> None:
         grads = [None if g is None else g.detach().cpu() for g in grads]
@@ -150,8 +149,8 @@ class Simulation:
         limit = self.settings["max_grad_norm"]
         clip = f32(1.0) if limit is None or not finite else f32(min(1.0, limit / (self.norm + 1e-6)))
         self.skipped += not finite
-        if finite and self.selections == 0:
-            self._select(flat)
+        if finite:
+            self._select([None if state.owned else grad for state, grad in zip(self.states, flat, strict=True)])
         for state, group, grad in zip(self.states, self.groups, flat, strict=True):
             if finite and grad is not None:
                 scaled = (grad.float() * inverse) * clip
@@ -219,7 +218,7 @@ class Simulation:
         return last.lr * (1.0 if scale == "none" else scale), 1 - last.lr * last.weight_decay
 
     def _select(self, grads: Sequence[Tensor | None]) -> None:
-        self.selections += 1
+        """A parameter without a gradient takes no part: it keeps its owners, or waits for its first selection."""
         for state, grad in zip(self.states, grads, strict=True):
             if grad is None or state.whole:
                 continue
@@ -229,7 +228,7 @@ class Simulation:
                 state.exp_avg = state.exp_avg.masked_fill(changed, 0.0)
                 state.exp_avg_sq = state.exp_avg_sq.masked_fill(changed, 0.0)
                 state.step[chosen != state.selected] = 0
-            state.selected = chosen
+            state.selected, state.owned = chosen, True
 
     def _most_important(self, state: State, grad: Tensor) -> Tensor:
         ratio, channels = self.settings["topk_ratio"], len(state.step)

@@ -27,7 +27,7 @@ def test_a1_a_plain_loop_counts_its_calls_and_stays_finite(device: str, build: B
     """A1: bf16 MLP 64-128-64, U 4, k 0.1, 13 steps of plain `loss.backward()`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(torch.bfloat16).to(device)
-    engine = build(model.parameters(), lr=1e-2, topk_ratio=0.1, update_interval=4)
+    engine = build(model.parameters(), lr=1e-3, topk_ratio=0.1, update_interval=4)
     batch = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
     losses = []
     for _ in range(13):

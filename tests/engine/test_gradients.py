@@ -66,6 +66,10 @@ def test_b19_accumulation_is_divided_by_the_user_alone(device: str, build: Build
     assert torch.equal(engine.channel_state(weight).exp_avg, torch.full((3, 4), (1 + 2 + 3 + 4) / 4))
 
 
+def shrink(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(0.125)
+
+
 @pytest.mark.parametrize("kind", ["tensor-hook", "post-accumulate-hook"])
 def test_b5_the_norm_is_of_the_gradients_that_hooks_left(kind: str, device: str, build: Builder) -> None:
     """B5: a hook scales by a power of two; the logged norm and the one coefficient use the edited values."""
@@ -75,7 +79,7 @@ def test_b5_the_norm_is_of_the_gradients_that_hooks_left(kind: str, device: str,
         if kind == "tensor-hook":
             parameter.register_hook(lambda grad: grad * 0.125)
         else:
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.125))
+            parameter.register_post_accumulate_grad_hook(shrink)
     for grads in make_gradients(MATRICES, steps=6, exact=True):
         pair.engine.zero_grad()
         sum((p * g.to(device)).sum() for p, g in zip(parameters, grads, strict=True)).backward()

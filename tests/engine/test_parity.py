@@ -63,18 +63,18 @@ SCENARIOS = {
     "eventful-none": scenario(eventful=True, deferred_lr_scale="none", update_interval=2, select_interval=9),
     "eventful-rows-small-buckets": scenario(eventful=True, channel_dim="row", bucket_bytes=128, select_interval=6),
 }
-ABSENT = {3: {0}, 5: {1, 2}, 7: {*range(len(SHAPES))}, **dict.fromkeys((17, 18, 19, 20), {0, 4}), 23: {3, 5}}
+EVERYONE = {*range(len(SHAPES))}
+ABSENT = {2: {1, 2}, 3: {0, 1}, 5: {1}, 7: EVERYONE, **dict.fromkeys((17, 18, 19, 20), {0, 4}), 23: {3, 5}, 24: {3}}
 NON_FINITE = {1: (0, "inf"), 4: (2, "nan"), 6: (1, "-inf"), 8: (3, "nan"), 16: (0, "inf"), 26: (4, "inf")}
 
 
 def disturbed(pair: Pair, step: int, grads: list[Tensor]) -> list[Tensor | None]:
-    """The gradients of one eventful step. A selecting step keeps all of them, but it may be non-finite."""
+    """The gradients of one eventful step."""
     for group in pair.engine.param_groups:
         group["lr"] = 0.02 * (1 - step / 40)
         group["betas"] = (0.8, 0.95) if step >= 14 else (0.9, 0.999)
         group["weight_decay"] = 0.2 if step in (9, 10, 15, 22) else 0.1
-    absent = set() if pair.model.selects_in_the_next_step() else ABSENT.get(step, set())
-    given = [None if index in absent else grad for index, grad in enumerate(grads)]
+    given = [None if index in ABSENT.get(step, ()) else grad for index, grad in enumerate(grads)]
     if step in NON_FINITE:
         index, value = NON_FINITE[step]
         if given[index] is not None:
