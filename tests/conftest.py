@@ -1,4 +1,4 @@
-"""Set-up that every test shares: Triton's interpreter where there is no GPU, and a check that nothing is left behind."""
+"""What every test shares: Triton's interpreter where there is no GPU, and a check that nothing is left behind."""
 
 from __future__ import annotations
 

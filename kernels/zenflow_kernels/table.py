@@ -111,7 +111,7 @@ class Table:
         self.channel_tile_entry = self._to_device(_repeat(numbers, self._channel_tiles), torch.int32)
         self.norm_tile_entry = self._to_device(_repeat(numbers, self._norm_tiles), torch.int32)
         self.launches = self._plan_launches()
-        self.fields = self._to_device(self._field_rows(), torch.int64).view(len(self.entries), -1)
+        self.fields = self._to_device(self._field_rows(), torch.int64)
         self.grad_ptrs = torch.zeros(len(self.entries), dtype=torch.int64, device=self.device)
 
     def bind(self, grads: Sequence[Tensor | None]) -> None:

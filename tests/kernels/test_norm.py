@@ -8,7 +8,13 @@ from zenflow_kernels.table import Entry, Table
 
 from tests.kernels.building import Spec, bits, make_world
 
-SPECS = [Spec("column", 7, 13, 3), Spec("whole", 1, 1), Spec("row", 3, 64, 1), Spec("whole", 1, 129), Spec("row", 0, 5, 0)]
+SPECS = [
+    Spec("column", 7, 13, 3),
+    Spec("whole", 1, 1),
+    Spec("row", 3, 64, 1),
+    Spec("whole", 1, 129),
+    Spec("row", 0, 5, 0),
+]
 
 
 def partials_of(world) -> torch.Tensor:

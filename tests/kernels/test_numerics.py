@@ -102,7 +102,9 @@ def test_hyperparameters_are_rounded_once_from_float64():
     assert decay == float(np.float32(1 - 0.1 * 0.3))
 
 
-@pytest.mark.parametrize(("rows", "cols", "limit"), [(5, 3, 7), (5, 3, 2), (1, 10, 4), (3, 1, 100), (0, 4, 2), (4, 0, 2)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "limit"), [(5, 3, 7), (5, 3, 2), (1, 10, 4), (3, 1, 100), (0, 4, 2), (4, 0, 2)]
+)
 def test_chunks_cover_every_element_once(rows, cols, limit):
     seen = torch.zeros(rows, cols, dtype=torch.int32)
     for piece in chunks(rows, cols, limit):

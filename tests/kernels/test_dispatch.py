@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import zenflow_kernels
+from zenflow_kernels.fused_step import write_masters
+from zenflow_kernels.table import Entry, Table
+
+from tests.kernels.conftest import CANARIES, bf16_sum_and_order
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+NO_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+import zenflow_kernels
+from zenflow_kernels.fused_step import fused_step
+for name in zenflow_kernels.__all__:
+    getattr(zenflow_kernels, name)
+assert zenflow_kernels.select_channels(torch.tensor([1.0, 3.0, 2.0]), 2).tolist() == [1, 2]
+assert zenflow_kernels.channel_scores(torch.ones(2, 3), "column", "square").tolist() == [2.0] * 3
+"""
+
+NUMERICS_ALONE = """
+import sys
+import zenflow_kernels.numerics
+assert "triton" not in sys.modules and "zenflow_kernels.table" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("code", [NO_TRITON, NUMERICS_ALONE], ids=["without triton", "numerics alone"])
+def test_imports(code):
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_interpreted_needs_the_environment_variable():
+    done = run("import zenflow_kernels\nwith zenflow_kernels.interpreted(): pass", TRITON_INTERPRET="0")
+    assert "TRITON_INTERPRET=1" in done.stderr and done.returncode != 0
+
+
+def test_every_public_name_exists():
+    assert {name for name in zenflow_kernels.__all__ if callable(getattr(zenflow_kernels, name))} == set(
+        zenflow_kernels.__all__
+    )
+    with pytest.raises(AttributeError, match="nothing"):
+        zenflow_kernels.nothing  # noqa: B018 - the access is what is tested
+
+
+@pytest.mark.parametrize(("a", "b", "total"), CANARIES)
+def test_bf16_is_upcast_summed_and_rounded_to_even(a, b, total, device):
+    assert bf16_sum_and_order(a, b, device) == (total, a < b)
+
+
+def test_the_patched_cast_rounds_as_torch_does(device):
+    gen = torch.Generator().manual_seed(0)
+    patterns = torch.randint(-(2**31), 2**31, (4096,), generator=gen, dtype=torch.int64).to(torch.int32)
+    x = patterns.view(torch.float32)
+    x = x[torch.isfinite(x)][:4000].contiguous()
+    zeros = torch.zeros_like(x)
+    weight = torch.full((1, x.numel()), float("nan"), dtype=torch.bfloat16, device=device)
+    state = [tensor.view(1, -1).to(device) for tensor in (x, zeros, zeros)]
+    start = torch.zeros(1, dtype=torch.int32, device=device)
+    write_masters(Table([Entry(weight, "whole", 0, *state, start, None, None)], 0))
+    assert torch.equal(weight.cpu().view(torch.int16), x.bfloat16().view(1, -1).view(torch.int16))

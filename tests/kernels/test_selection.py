@@ -1,0 +1,162 @@
+"""Importance and choice: what decides which channels are selected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zenflow_kernels import topk
+from zenflow_kernels.importance import MEASURES, channel_scores, channel_scores_reference
+from zenflow_kernels.topk import select_channels, select_channels_reference
+
+from tests.kernels.building import Padded, bits, values
+
+SHAPES = [(1, 1), (1, 3), (3, 1), (513, 7), (7, 1000), (2, 1025), (40, 257), (1025, 2)]
+NAN, INF = float("nan"), float("inf")
+
+
+def assert_scores(got: torch.Tensor, x: torch.Tensor, dim: str, measure: str) -> None:
+    """Against float64; terms are positive, so fp32 sums of n terms are within about log2(n) + 1 roundings."""
+    exact = x.double().cpu()
+    exact = exact.square() if measure == "square" else exact.abs()
+    exact = exact.sum(0 if dim == "column" else 1)
+    error = (got.double().cpu() - exact) / exact.clamp(min=1e-30)
+    assert got.dtype == torch.float32 and got.shape == exact.shape
+    assert error.abs().max() < 4e-6
+    assert error.square().mean().sqrt() < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dim", ["column", "row"])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_scores_inside_poisoned_memory(shape, dim, measure, device, dtype, poisoned):
+    pad = Padded(device)
+    x = pad.hold(values(shape, torch.Generator().manual_seed(3), spread=1.0).to(dtype), shift=1)
+    scores = channel_scores(x, dim, measure)
+    assert_scores(scores, x, dim, measure)
+    assert_scores(channel_scores_reference(x, dim, measure), x, dim, measure)
+    assert torch.equal(bits(channel_scores(x, dim, measure)), bits(scores))
+    pad.check()
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("dim", ["column", "row"])
+def test_an_empty_matrix_scores_zero(shape, dim, device):
+    scores = channel_scores(torch.empty(shape, device=device), dim, "square")
+    assert scores.tolist() == [0.0] * shape[1 if dim == "column" else 0]
+
+
+@pytest.mark.parametrize("dim", ["column", "row"])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_non_finite_channels_are_never_important(dim, measure, device, dtype):
+    x = torch.full((9, 9), 0.5, dtype=dtype)
+    for channel, value in [(0, NAN), (3, -NAN), (4, INF), (8, -INF)]:
+        x[(5, channel) if dim == "column" else (channel, 5)] = value
+    scores = channel_scores(x.to(device), dim, measure)
+    assert torch.isfinite(scores).tolist() == [channel not in (0, 3, 4, 8) for channel in range(9)]
+    assert select_channels(scores, 5).tolist() == [1, 2, 5, 6, 7]
+
+
+def test_a_convolution_picks_what_its_matrix_picks(device):
+    weight = torch.randn(8, 4, 5, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    for dim, n in (("column", 6), ("row", 1)):
+        from_conv = select_channels(channel_scores(weight.flatten(1), dim, "square"), n)
+        from_matrix = select_channels(channel_scores(weight.clone().view(8, 60), dim, "square"), n)
+        sums = weight.double().square().view(8, 60).sum(0 if dim == "column" else 1)
+        assert torch.equal(from_conv, from_matrix)
+        assert torch.equal(from_conv, sums.topk(n).indices.sort().values)
+
+
+def test_scores_do_not_depend_on_threads():
+    x = torch.randn(1700, 601)
+    threads, results = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(torch.cat([bits(channel_scores(x, dim, "square")) for dim in ("column", "row")]))
+    torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+SCORES = {
+    "distinct": [3.0, 1.0, 4.0, 1.5, 9.0, 2.0, 6.0],
+    "ties": [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.0],
+    "all equal": [0.0] * 7,
+    "signs": [-1.0, -2.0, 0.0, -0.0, 1e-45, -1e-45, 2.0],
+    "extremes": [3.4e38, -3.4e38, 1e-38, INF, -INF, NAN, -NAN],
+    "few finite": [NAN, 1.0, INF, -NAN, -INF, -5.0, NAN],
+    "none finite": [NAN, INF, -NAN, -INF, INF, NAN, NAN],
+}
+
+
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
+@pytest.mark.parametrize("n", range(8))
+def test_choice_equals_the_documented_order(scores, n, device):
+    """Finite before non-finite, then higher before lower, then lower index before higher."""
+    keys = [(torch.isfinite(torch.tensor(s)).item(), s if abs(s) < INF else 0.0) for s in scores]
+    ranked = sorted(range(7), key=lambda i: (not keys[i][0], -keys[i][1], i))
+    pad = Padded(device)
+    held = pad.hold(torch.tensor(scores))
+    chosen = select_channels(held, n)
+    assert chosen.dtype == torch.int64 and chosen.tolist() == sorted(ranked[:n])
+    assert torch.equal(chosen.cpu(), select_channels_reference(held.cpu(), n))
+    pad.check()
+
+
+@pytest.mark.parametrize("channels", [1, 4095, 4096, 4097, 10_007])
+def test_choice_over_several_blocks(channels, device, poisoned):
+    scores = torch.randint(0, 50, (channels,), generator=torch.Generator().manual_seed(channels)).float()
+    scores[::17] = NAN
+    for n in sorted({0, 1, channels // 3, channels - 1, channels}):
+        assert torch.equal(select_channels(scores.to(device), n).cpu(), select_channels_reference(scores, n))
+
+
+def test_two_hundred_thousand_channels(device):
+    scores = torch.rand(200_000, generator=torch.Generator().manual_seed(1)).round(decimals=3)
+    assert torch.equal(select_channels(scores.to(device), 20_000).cpu(), select_channels_reference(scores, 20_000))
+
+
+def test_an_empty_choice_launches_nothing(device, monkeypatch):
+    monkeypatch.setattr(topk, "_select_kernel", None)
+    for scores in (torch.rand(4, device=device), torch.empty(0, device=device)):
+        chosen = select_channels(scores, 0)
+        assert chosen.dtype == torch.int64 and chosen.shape == (0,)
+
+
+@pytest.mark.parametrize("n", [-1, 5])
+def test_more_channels_than_there_are_is_refused(n):
+    with pytest.raises(ValueError, match=f"got {n}"):
+        select_channels(torch.rand(4), n)
+
+
+def test_wrong_arguments_are_refused_by_value():
+    x = torch.zeros(4, 4)
+    with pytest.raises(ValueError, match="'diagonal'"):
+        channel_scores(x, "diagonal", "square")
+    with pytest.raises(ValueError, match="'cube'"):
+        channel_scores(x, "row", "cube")
+    with pytest.raises(ValueError, match="int64"):
+        channel_scores(x.long(), "row", "square")
+    with pytest.raises(ValueError, match="contiguous"):
+        channel_scores(torch.zeros(4, 5).T, "row", "square")
+    with pytest.raises(ValueError, match="float64"):
+        select_channels(torch.zeros(4).double(), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1536, 8960), (8960, 1536), (151_936, 1536), (5, 200_003)], ids=str)
+@pytest.mark.parametrize("dim", ["column", "row"])
+def test_large_scores_on_the_gpu(shape, dim, dtype, poisoned):
+    x = torch.randn(shape, device="cuda").to(dtype)
+    for measure in MEASURES:
+        scores = channel_scores(x, dim, measure)
+        assert_scores(scores, x, dim, measure)
+        assert torch.equal(bits(channel_scores(x, dim, measure)), bits(scores))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", ["column", "row"])
+def test_scores_beyond_int32(dim):
+    """C8: 2**31 + 2049 elements; the last row and column count."""
+    x = torch.zeros(2**20 + 1, 2049, dtype=torch.bfloat16, device="cuda")
+    x[-1, -1] = 3.0
+    scores = channel_scores(x, dim, "square")
+    assert scores[-1].item() == 9.0 and scores.count_nonzero().item() == 1
