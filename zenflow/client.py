@@ -45,7 +45,8 @@ class WorkerClient:
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._output = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
         try:
-            self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output)
+            shared_cores = set(cores) >= os.sched_getaffinity(0)
+            self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output, shared_cores)
         except BaseException:
             self._connection.close()
             self._socket.close()
@@ -139,7 +140,7 @@ class WorkerClient:
         )
 
 
-def _spawn(control: int, header: int, output: int) -> subprocess.Popen:
+def _spawn(control: int, header: int, output: int, shared_cores: bool) -> subprocess.Popen:
     """A fresh interpreter that shares nothing with this one but the descriptors; never a fork that runs user code."""
     if not sys.executable:
         raise RuntimeError("sys.executable is empty: the CPU optimizer's process needs a Python interpreter to start")
@@ -148,11 +149,11 @@ def _spawn(control: int, header: int, output: int) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "zenflow.worker", *arguments],
         stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        pass_fds=(control, header), env=_environment(), start_new_session=True,
+        pass_fds=(control, header), env=_environment(shared_cores), start_new_session=True,
     )  # fmt: skip
 
 
-def _environment() -> dict[str, str]:
+def _environment(shared_cores: bool) -> dict[str, str]:
     """This process's environment; thread settings meant for the trainer's cores are left out."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     folders = [Path(find_spec(name).origin).parent.parent for name in ("zenflow.ring", "zenflow_kernels.numerics")]
@@ -160,6 +161,9 @@ def _environment() -> dict[str, str]:
     added = [str(folder) for folder in dict.fromkeys(folders) if folder not in installed]
     env["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, [env.get("PYTHONPATH")])])
     env["OPENBLAS_NUM_THREADS"] = "1"
+    if shared_cores:
+        # A thread that spins at the end of a parallel region takes the core from the one it waits for.
+        env["OMP_WAIT_POLICY"] = "passive"
     return env
 
 

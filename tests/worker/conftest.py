@@ -5,7 +5,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.worker.feeding import Trainer
+from zenflow import native
 from zenflow.geometry import Segment
+
+
+@pytest.fixture(scope="session")
+def library() -> native.Native:
+    """The compiled pass; tests about it are skipped where it cannot be built."""
+    built = native.load()
+    if built is None:
+        pytest.skip("no C compiler, or ZENFLOW_NATIVE=0")
+    return built
 
 
 @pytest.fixture

@@ -15,14 +15,6 @@ SHAPES = [(1, 1), (7, 1), (1, 7), (8, 1), (1, 15), (41, 25), (3, 1025), (1000, 3
 STEPS = np.array([[1e-2, 0.9, 0.99, 1e-8, 0.1], [3e-3, 0.9, 0.99, 1e-8, 0.1], [7e-3, 0.9, 0.99, 1e-8, 0.1]])
 
 
-@pytest.fixture(scope="module")
-def library():
-    built = native.load()
-    if built is None:
-        pytest.skip("no C compiler")
-    return built
-
-
 def awkward(rows, cols, seed=0):
     """Normal numbers with subnormal, signed zero, tiny and large ones among them."""
     random = np.random.default_rng(seed)
