@@ -161,7 +161,7 @@ class Simulation:
         self.due |= self._falls_due(self.steps)
         self.position += 1
         if ends:
-            selecting = self.due and finite
+            selecting = self.due and finite and self.settings["topk_ratio"] > 0
             in_warm_up = self.steps <= self.settings["full_warm_up_rounds"]
             self._end_window(stale=self.settings["overlap_step"] and not in_warm_up and not selecting)
             if selecting:
