@@ -165,6 +165,7 @@ def test_switched_off(monkeypatch):
 
 def test_without_a_compiler_it_says_so_once(monkeypatch, caplog, tmp_path):
     native.load.cache_clear()
+    monkeypatch.setenv("ZENFLOW_NATIVE", "1")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     try:
