@@ -358,8 +358,6 @@ class Pipeline:
         """Stop the worker and give back every byte of host memory; the parameters stay as they are."""
         if self.client is not None:
             self.client.close()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         for storage in self.storages:
             storage.close()
         if self.cores is not None:

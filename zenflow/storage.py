@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,26 +126,33 @@ class Pins:
     """Page-locks host ranges for the device's copy engines; ranges are whole pages inside their own mappings."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device if device.type == "cuda" else None
+        self._owner = os.getpid()
         self._addresses: list[int] = []
 
     def add(self, tensor: Tensor) -> None:
-        if not self._cuda or tensor.numel() == 0:
+        """RuntimeError with the bytes asked for if the host does not allow it."""
+        if self._device is None or tensor.numel() == 0:
             return
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 0))
         if code != 0:
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # CUDA keeps the error for whoever asks next: ask
             raise RuntimeError(
-                f"cudaHostRegister could not pin {stop - first} bytes of host memory (CUDA error {code}); "
+                f"cudaHostRegister could not pin {stop - first:,} bytes of host memory (CUDA error {code}); "
                 "the limit on locked memory (`ulimit -l`) or the host's free memory is too low"
             )
         self._addresses.append(first)
 
     def release(self) -> None:
-        """Unpin everything; the device must have finished its copies."""
-        while self._addresses:
-            torch.cuda.cudart().cudaHostUnregister(self._addresses.pop())
+        """Unpin everything, once the device has finished its copies; nothing in a forked copy of the owner."""
+        if self._addresses and os.getpid() == self._owner:
+            torch.cuda.synchronize(self._device)
+            for address in self._addresses:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._addresses = []
 
 
 class SegmentStorage:
@@ -164,9 +173,11 @@ class SegmentStorage:
         self.channel_step = torch.from_numpy(memory.channel_step)
         self.shadow = self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow).view(weight_dtype)
         self.slots = [SlotViews(memory, bucket.index) for bucket in segment.buckets]
-        self.pins = Pins(device)
-        self.pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
-        self.pins.add(self.shadow)
+        pins = Pins(device)
+        # Also when nobody calls close(): memory that is unmapped while pinned poisons its addresses for the process.
+        self._free = weakref.finalize(self, _free, pins, memory)
+        pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
+        pins.add(self.shadow)
         self.weights = torch.zeros(segment.numel, dtype=weight_dtype, device=device)
         self.accumulator = torch.zeros(segment.numel, dtype=ring_dtype, device=device)
 
@@ -177,13 +188,17 @@ class SegmentStorage:
             self.state[0].copy_(self.shadow)
 
     def close(self) -> None:
-        """Unpin and unmap; every view of the shared memory is dropped first."""
-        self.pins.release()
+        """Unpin, give the shared memory back and drop every view of it; idempotent."""
+        self._free()
         empty = torch.empty(0)
         self.ring = self.shadow = self.channel_step = empty
         self.state = (empty, empty, empty)
         self.slots = []
-        self.memory.close()
+
+
+def _free(pins: Pins, memory: SegmentMemory) -> None:
+    pins.release()
+    memory.close()
 
 
 class SlotViews:

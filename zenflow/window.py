@@ -18,7 +18,7 @@ class StepPlan:
     position: int
     ends_window: bool
     synchronous: bool  # this window's result becomes visible in this very step (staleness 0)
-    selects: bool  # a selection runs at the end of this step, if its gradient is finite
+    selects: bool  # a selection runs at this window's end, if the step is finite; its window has staleness 0 then
 
 
 @dataclass
@@ -55,14 +55,13 @@ class WindowClock:
         if state.step % self.select_interval == 0 or state.step == self.full_warm_up_rounds:
             state.selection_due = True
         ends = warming_up or state.position + 1 >= self.update_interval
-        selects = ends and state.selection_due
         return StepPlan(
             step=state.step,
             window=state.window,
             position=state.position,
             ends_window=ends,
-            synchronous=ends and (warming_up or selects or not self.overlap_step),
-            selects=selects,
+            synchronous=ends and (warming_up or not self.overlap_step),
+            selects=ends and state.selection_due,
         )
 
     def finish_step(self, plan: StepPlan) -> None:
