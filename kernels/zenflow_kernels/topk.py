@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
-BLOCK = 4096
+BLOCK = 8192  # scores read at once
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def select_channels(scores: Tensor, n: int) -> Tensor:
             index,
             scores.numel(), n,
             BLOCK=BLOCK,
-            num_warps=8,
+            num_warps=16,
         )  # fmt: skip
     return index
 

