@@ -70,6 +70,8 @@ class ZenFlow(torch.optim.Optimizer):
         self.config = _configuration(config, config_fields)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         everyone = self._newcomers(lambda param: True)
+        if not everyone:
+            raise ValueError("the param groups hold no parameter; allowed is at least one")
         device = everyone[0].param.device
         check_parameters(everyone, device)
         pipeline = Pipeline(self.config, device)

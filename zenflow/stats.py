@@ -16,8 +16,9 @@ class Stats:
     """Totals since construction (or the last `load_state_dict`), times in seconds, traffic in bytes.
 
     `grad_norm` is the last step's norm of the unscaled gradient before clipping. `stall_seconds` is device time between
-    the end of the work that was queued and the arrival of the result that it waited for; on the CPU it is the wall time
-    of the same section. `host_wait_seconds` is the part in which the trainer's thread waited for the worker.
+    the end of the work that was queued and the arrival of the result that it waited for, `selection_seconds` the same
+    for the exchange of owners; on the CPU they are the wall time of these sections. `host_wait_seconds` is the time in
+    which the trainer's thread waited for the worker.
     """
 
     steps: int
