@@ -201,7 +201,6 @@ def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     size = s["weight_bytes"]
     down, up = s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
     return [
-        ("k, U", f"{s['topk_ratio']:g}, {s['update_interval']}"),
         ("stall", f"{_seconds(s['stall_seconds_per_step'])} a step ({s['stall_share']:.1%})"),
         ("to the host", f"{down / 1e6:.1f} MB a step ({down / size:.2f} M; M = {size / 1e6:.1f} MB of weights)"),
         ("to the device", f"{up / 1e6:.1f} MB a step ({up / size:.2f} M)"),

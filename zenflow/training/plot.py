@@ -34,6 +34,7 @@ def save_plot(history: History, title: str, path: Path) -> None:
     for axis in axes[:, 0]:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.06)
     figure.savefig(path, dpi=120)
 
 
@@ -50,14 +51,8 @@ def _draw_losses(axis, history: History) -> None:
         linewidth=1.8,
         label="validation",
     )
-    axis.annotate(
-        f"{points[-1].loss:.3f}",
-        (points[-1].step, points[-1].loss),
-        xytext=(6, 6),
-        textcoords="offset points",
-        color=VALIDATION,
-        fontsize=9,
-    )
+    for point in (points[0], points[-1]):
+        _label(axis, point.step, point.loss, VALIDATION)
     axis.set_ylabel("loss")
     axis.legend(frameon=False)
 
@@ -65,12 +60,10 @@ def _draw_losses(axis, history: History) -> None:
 def _draw_accuracy(axis, scored: list[Evaluation]) -> None:
     axis.plot([point.step for point in scored], [point.accuracy for point in scored], color=ACCURACY, marker="o")
     for point in (scored[0], scored[-1]):
-        axis.annotate(
-            f"{point.accuracy:.3f}",
-            (point.step, point.accuracy),
-            xytext=(6, -12),
-            textcoords="offset points",
-            color=ACCURACY,
-            fontsize=9,
-        )
+        _label(axis, point.step, point.accuracy, ACCURACY)
+    axis.margins(y=0.2)
     axis.set_ylabel("validation accuracy")
+
+
+def _label(axis, step: int, value: float, color: str) -> None:
+    axis.annotate(f"{value:.3f}", (step, value), xytext=(5, 6), textcoords="offset points", color=color, fontsize=9)

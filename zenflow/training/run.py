@@ -129,7 +129,7 @@ def _subject(prepared: Prepared) -> Subject:
         model=f"{source}, {record['model']['dtype']}",
         data=f"{record['data']['kind']}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
-        engine="adamw" if k is None else "zenflow",
+        engine="adamw" if k is None else f"zenflow, k {k:g}, U {window}",
         device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
         parameters=sum(count for count, _ in sizes.values()),
         weight_bytes=sum(size for _, size in sizes.values()),

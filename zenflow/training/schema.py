@@ -152,17 +152,26 @@ def plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def run_command(job: Callable[[], None]) -> None:
-    """Run a `hydra.main` function as a command: the user's mistakes are one sentence, anything else is a traceback.
+class JobFailed(RuntimeError):
+    """A job of a sweep failed, and its own log says how."""
 
-    Exits with 1 after either, and with 130 when interrupted.
-    """
+
+def register() -> None:
+    """Make the schema known to Hydra; conf/train.yaml and conf/engine/*.yaml refer to it by these names."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     store.store(name="base_train", node=TrainConfig)
     store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
+
+
+def run_command(job: Callable[[], None]) -> None:
+    """Run a `hydra.main` function as a command: the user's mistakes are one sentence, anything else is a traceback.
+
+    Exits with 1 after either, and with 130 when interrupted.
+    """
+    register()
     # Hydra prints errors in its own way and exits, unless this tells it to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -179,20 +188,21 @@ def run_job(train: Callable[..., float], cfg: DictConfig) -> float:
     """Call `train` with the composed configuration as dataclasses and with the job's own folder.
 
     A job on its own exits with the user's mistake as one sentence, or with 1 where `train` has logged the traceback. In
-    a sweep the error is raised: Hydra runs the other jobs, then reports it.
+    a sweep JobFailed is raised: Hydra runs the other jobs, then raises the first of these.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
     running = HydraConfig.get()
-    sweep = running.mode is RunMode.MULTIRUN
+    folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
     try:
-        return train(OmegaConf.to_object(cfg), Path(running.runtime.output_dir), part_of_sweep=sweep)
+        return train(OmegaConf.to_object(cfg), folder, part_of_sweep=sweep)
     except Exception as error:
+        known = isinstance(error, (InputError, MemoryError))
         if sweep:
-            raise
-        sys.exit(f"zenflow-train: {error}" if isinstance(error, InputError) else 1)
+            raise JobFailed(f"{folder}: {error if known else f'{error!r}, with its traceback in the log'}") from error
+        sys.exit(f"zenflow-train: {error}" if known else 1)
 
 
 def explain(error: BaseException) -> str | None:
@@ -200,7 +210,7 @@ def explain(error: BaseException) -> str | None:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    if isinstance(error, (InputError, MemoryError)):
+    if isinstance(error, JobFailed):
         return str(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:

@@ -10,8 +10,10 @@ import json
 import random
 import sysconfig
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from zenflow.training.errors import InputError
@@ -95,13 +97,12 @@ def read(config: DataConfig) -> Documents | Labelled:
     path = locate(config)
     if config.kind is DataKind.snippets:
         return _snippets(path)
-    if config.kind is DataKind.file and config.label_field is not None:
-        return _labelled(path, config)
     if config.kind is DataKind.file:
+        if config.label_field is not None:
+            return _labelled(path, config)
         texts = _json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)]
-    else:
-        texts = _austen(path) if config.kind is DataKind.austen else _stdlib(path)
-    return _split_documents(texts, config)
+        return _split_documents(texts, config)
+    return _stdlib(path, config) if config.kind is DataKind.stdlib else _split_documents(_austen(path), config)
 
 
 def _text(path: Path) -> str:
@@ -170,11 +171,12 @@ def _labelled(path: Path, config: DataConfig) -> Labelled:
     return Labelled(samples[:-held_out], samples[-held_out:], classes=len(names))
 
 
-def _stdlib(folder: Path) -> list[str]:
+def _stdlib(folder: Path, config: DataConfig) -> Documents:
     paths = sorted(path for path in folder.rglob("*.py") if not STDLIB_SKIPPED.intersection(path.parts))
-    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
-    random.Random(SPLIT_SEED).shuffle(texts)
-    return [text for text in texts if text]
+    random.Random(SPLIT_SEED).shuffle(paths)
+    held_out = max(1, round(config.held_out * len(paths)))
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
+    return Documents(held_out=list(islice(texts, held_out)), train=_at_most(texts, config.max_characters))
 
 
 def _austen(folder: Path) -> list[str]:
@@ -197,20 +199,21 @@ def _austen(folder: Path) -> list[str]:
 def _split_documents(texts: list[str], config: DataConfig) -> Documents:
     if len(texts) >= WHOLE_DOCUMENTS_FROM:
         held_out = max(1, round(config.held_out * len(texts)))
-        train, test = texts[held_out:], texts[:held_out]
-    else:
-        cuts = [round((1 - config.held_out) * len(text)) for text in texts]
-        train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
-        test = [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
-    return Documents(_at_most(train, config.max_characters), test)
+        return Documents(_at_most(texts[held_out:], config.max_characters), texts[:held_out])
+    cuts = [round((1 - config.held_out) * len(text)) for text in texts]
+    train = [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    return Documents(
+        _at_most(train, config.max_characters), [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    )
 
 
-def _at_most(texts: list[str], characters: int | None) -> list[str]:
+def _at_most(texts: Iterable[str], characters: int | None) -> list[str]:
+    if characters is None:
+        return list(texts)
     kept: list[str] = []
-    left = sum(map(len, texts)) if characters is None else characters
     for text in texts:
-        if left <= 0:
+        kept.append(text[:characters])
+        characters -= len(kept[-1])
+        if characters == 0:
             break
-        kept.append(text[:left])
-        left -= len(kept[-1])
     return kept

