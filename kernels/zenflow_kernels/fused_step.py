@@ -189,11 +189,17 @@ def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) 
 
     `hyper` fp32 `[groups, 8]` in the order of `numerics.HYPER`; `bias` fp32 `[groups, length, 2]`, the table of
     `1 / (1 - beta1**t)` and `1 / sqrt(1 - beta2**t)` by t, whose last row stands for every larger t. The gradients are
-    those of the last `table.bind`, the decision that of the last `close_step`.
+    those of the last `table.bind`, which are let go of, and the decision that of the last `close_step`.
     """
     _check_factors(table, hyper, bias)
-    if not table.launches or not uses_triton(table.fields):
-        return fused_step_reference(table, control, hyper, bias)
+    if table.launches and uses_triton(table.fields):
+        _launch_step(table, control, hyper, bias)
+    else:
+        fused_step_reference(table, control, hyper, bias)
+    table.release()
+
+
+def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:
     with on_device(table.fields):
         _find_channels(table)
         for launch in table.launches:

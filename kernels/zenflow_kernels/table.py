@@ -141,6 +141,10 @@ class Table:
         staged = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.grad_ptrs.copy_(staged, non_blocking=True)
 
+    def release(self) -> None:
+        """Let go of the bound gradients so that `zero_grad` frees them; on CUDA it is reused in stream order."""
+        self.grads = [None] * len(self.entries)
+
     def grad(self, number: int) -> Tensor | None:
         """The bound gradient of one entry as `[rows, cols]`."""
         grad = self.grads[number]

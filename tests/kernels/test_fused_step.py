@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -54,10 +55,11 @@ def assert_equal(world: World, twin: World) -> None:
 
 
 def run_both(world: World) -> None:
-    twin = world.twin()
+    twin, grads = world.twin(), list(world.table.grads)
     fused_step(world.table, world.control, world.hyper, world.bias)
     fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias)
     assert_equal(world, twin)
+    world.table.bind(grads)
 
 
 @pytest.mark.parametrize("specs", TABLES.values(), ids=TABLES.keys())
@@ -177,6 +179,18 @@ def test_a_later_selection_is_read_from_slot(device):
     entry.slot.copy_(entry.slot.roll(7))
     decide(world, 2, (1.0, 1.0))
     run_both(world)
+
+
+def test_gradients_are_let_go_of(device):
+    world = make_world([Spec("column", 2, 8, 1)], device, torch.float32)
+    decide(world, 2, (1.0, 1.0))
+    grad = torch.zeros(2, 8, device=device)
+    held = weakref.ref(grad)
+    world.table.bind([grad])
+    del grad
+    assert held() is not None
+    fused_step(world.table, world.control, world.hyper, world.bias)
+    assert held() is None
 
 
 def test_a_4d_gradient_is_its_matrix(device):
