@@ -17,9 +17,12 @@ HYPERS = [(1e-3, 0.9, 0.999, 1e-8, 0.01), (3e-2, 0.8, 0.95, 1e-6, 0.1)]  # lr, b
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers: NaN equals NaN, and 0.0 differs from -0.0."""
+    """The tensor's bits as integers: NaN equals NaN, whatever its payload, and 0.0 differs from -0.0."""
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(integer)
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return tensor.view(integer)
 
 
 class Padded:
