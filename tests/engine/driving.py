@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,9 @@ class Pair:
         self.parameters = list(parameters)
         weights = snapshot(parameters)
         self.engine = build(self.parameters if params is None else params, **settings)
-        mirrored = {key: value for key, value in settings.items() if key in DEFAULTS}
-        self.model: Simulation | Reference = self._mirror(weights, groups_of(self.engine, self.parameters), mirrored)
+        self.mirrored = {key: value for key, value in settings.items() if key in DEFAULTS}
+        groups = groups_of(self.engine, self.parameters)
+        self.model: Simulation | Reference = self._mirror(weights, groups, self.mirrored)
 
     def _mirror(self, weights: list[Tensor], groups: list[Group], settings: dict[str, Any]) -> Simulation | Reference:
         return Simulation(weights, groups, **settings)
@@ -134,6 +136,18 @@ class ReferencePair(Pair):
         added = Reference(snapshot(parameters), [])
         self.model.states += added.states
         self.model.shapes += added.shapes
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -7,10 +7,10 @@ import gc
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from torch import nn
 from tests.engine.driving import (
     SHAPES,
     Builder,
+    Pair,
     assert_same_bits,
+    ends_within,
     environment,
     feed,
     make_gradients,
@@ -38,17 +40,6 @@ def run_steps(engine: ZenFlow, parameters: list[nn.Parameter], steps: int) -> No
     for grads in make_gradients(SHAPES, parameters[0].dtype, steps):
         feed(parameters, grads)
         engine.step()
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
 
 
 def is_alive(pid: int) -> bool:
@@ -301,6 +292,37 @@ def test_copies_and_pickles_are_refused(device: str, build: Builder) -> None:
         copy.deepcopy(engine)
     with pytest.raises(TypeError, match="state_dict|pickle"):
         pickle.dumps(engine)
+
+
+def test_a_forked_child_that_drops_the_engine_does_no_harm(device: str, build: Builder) -> None:
+    """A data loader's worker inherits the engine and ends; the trainer's own goes on."""
+    pair = Pair(build, make_parameters(dtype=torch.bfloat16, device=device), lr=0.02, topk_ratio=0.3)
+    stream = make_gradients(dtype=torch.bfloat16, steps=11)
+    for grads in stream[:5]:
+        pair.step(grads)
+    child = os.fork()
+    if child == 0:
+        pair.engine.__dict__.clear()
+        gc.collect()
+        os._exit(0)
+    ended = ends_within(child, LIMIT)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == 0
+    for grads in stream[5:]:
+        pair.step(grads)
+    pair.check_state()
+
+
+def test_an_engine_built_in_a_thread_outlives_it(device: str, build: Builder) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    pairs: list[Pair] = []
+    thread = threading.Thread(target=lambda: pairs.append(Pair(build, parameters, lr=0.02, topk_ratio=0.3)))
+    thread.start()
+    thread.join()
+    for grads in make_gradients(dtype=torch.bfloat16, steps=9):
+        pairs[0].step(grads)
+    pairs[0].check_state()
 
 
 def test_two_engines_side_by_side(device: str, build: Builder) -> None:

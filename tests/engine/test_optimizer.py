@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -91,3 +92,81 @@ def test_parameters_without_elements_are_no_work(device: str, build: Builder) ->
     for grads in make_gradients(shapes, torch.bfloat16, 5):
         pair.step(grads)
     assert pair.engine.stats().skipped_steps == 0
+
+
+def test_a_closure_that_raises_is_no_step(device: str, build: Builder) -> None:
+    engine = build(make_parameters(device=device), **SETTINGS)
+
+    def closure() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.step(closure)
+    assert engine.stats().steps == 0
+
+
+def test_an_empty_group_beside_a_full_one(device: str, build: Builder) -> None:
+    parameters = make_parameters(device=device)
+    pair = Pair(build, parameters, params=[{"params": []}, {"params": parameters, "lr": 0.05}], **SETTINGS)
+    for grads in make_gradients(steps=5):
+        pair.step(grads)
+    pair.check_state()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"params": [nn.Parameter(torch.zeros(3, 3))], "lr": -1.0},
+        {"params": [nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))]},
+        {"params": [nn.Parameter(torch.zeros(3, 3, device="meta"))]},
+    ],
+    ids=["lr", "dtype", "device"],
+)
+def test_a_group_that_is_refused_leaves_the_engine_as_it_was(wrong: dict[str, Any], build: Builder) -> None:
+    pair = Pair(build, make_parameters(dtype=torch.bfloat16), **SETTINGS)
+    stream = make_gradients(dtype=torch.bfloat16, steps=7)
+    for grads in stream[:3]:
+        pair.step(grads)
+    with pytest.raises(ValueError):
+        pair.engine.add_param_group(wrong)
+    assert len(pair.engine.param_groups) == 1
+    for grads in stream[3:]:
+        pair.step(grads)
+    pair.check_state()
+
+
+def test_frozen_in_the_middle_and_trained_again(device: str, build: Builder) -> None:
+    """While frozen a parameter takes no part: no decay, no t; then it goes on from where it was."""
+    pair = Pair(build, make_parameters(dtype=torch.bfloat16, device=device), **{**SETTINGS, "select_interval": 6})
+    for step, grads in enumerate(make_gradients(dtype=torch.bfloat16, steps=14), start=1):
+        frozen = 4 <= step < 9
+        pair.parameters[1].requires_grad_(not frozen)
+        pair.step([None if frozen and index == 1 else grad for index, grad in enumerate(grads)])
+    pair.check_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_the_default_dtype_does_not_matter(dtype: torch.dtype, device: str, build: Builder) -> None:
+    pair = Pair(build, make_parameters(device=device), **SETTINGS)
+    for grads in make_gradients(steps=5):
+        pair.model.step(grads)
+        feed(pair.parameters, grads)
+        torch.set_default_dtype(dtype)
+        try:
+            pair.engine.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        pair.check_weights()
+    pair.check_state()
+
+
+def test_the_default_device_does_not_matter(device: str, build: Builder) -> None:
+    """Here the default is a device without memory; `torch.set_default_device("cuda")` is the usual case."""
+    pair = Pair(build, make_parameters(device=device), **{**SETTINGS, "select_interval": 4})
+    for grads in make_gradients(steps=9):
+        pair.model.step(grads)
+        feed(pair.parameters, grads)
+        with torch.device("meta"):
+            pair.engine.step()
+        pair.check_weights()
+    pair.check_state()

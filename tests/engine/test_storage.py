@@ -38,8 +38,12 @@ def test_x2_overlapping_parameters_are_refused_by_name(build: Builder) -> None:
 
 def test_x2_two_parameters_over_the_same_storage_are_refused(build: Builder) -> None:
     base = torch.zeros(4, 10)
+    other = nn.Parameter(torch.ones(5, 5))
+    pointer = other.data_ptr()
     with pytest.raises(ValueError, match="storage|overlap|alias|memory"):
-        build([nn.Parameter(base), nn.Parameter(base.view(10, 4))])
+        build([other, nn.Parameter(base), nn.Parameter(base.view(10, 4))])
+    assert other.data_ptr() == pointer
+    assert bool((other == 1).all())
 
 
 def test_x2_disjoint_views_of_one_storage_are_fine(device: str, build: Builder) -> None:
@@ -84,6 +88,11 @@ def test_a_sparse_gradient_is_refused_by_name_and_changes_nothing(build: Builder
     with pytest.raises((ValueError, RuntimeError), match=r"table\.weight.*sparse|sparse.*table\.weight"):
         engine.step()
     assert_same_bits(table.weight, before)
+    assert engine.stats().steps == 0
+    table.weight.grad = torch.ones(8, 5)
+    engine.step()
+    assert engine.stats().steps == 1
+    assert not torch.equal(table.weight, before)
 
 
 def test_no_parameters_is_an_error(build: Builder) -> None:
