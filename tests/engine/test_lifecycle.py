@@ -196,6 +196,18 @@ def test_e7_a_killed_worker_is_an_error_with_its_exit_code(moment: str, overlap:
     assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)
 
 
+def test_e7_a_dead_worker_is_noticed_long_before_the_window_ends(device: str) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **SETTINGS | {"update_interval": 1000})
+    run_steps(engine, parameters, 2)
+    pid = engine.stats().worker_pid
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone(pid)
+    with pytest.raises(WorkerError, match="-9|SIGKILL"):
+        run_steps(engine, parameters, 10)
+    engine.close(flush=False)
+
+
 @pytest.mark.parametrize("call", ["flush", "close", "state_dict", "channel_state"])
 def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
     parameters = make_parameters(dtype=torch.bfloat16, device=device)
