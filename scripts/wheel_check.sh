@@ -3,9 +3,10 @@
 # console script from a directory that has nothing to do with this one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+root=$PWD
 python=$(realpath --no-symlinks "$1")
 work=$(mktemp -d)
-trap 'rm -rf "$work" build' EXIT
+trap 'rm -rf "$work" "$root/build"' EXIT
 
 rm -rf build
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" .
