@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("kernels", "zenflow", "experiments", "conf", "scripts")
 LIGHT = ("config", "deepspeed", "geometry", "bias", "ring", "worker", "client", "cpu_pass", "native", "cores")
+TEXT_SUFFIXES = {".py", ".sh", ".c", ".md", ".yaml", ".toml"}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -108,3 +110,12 @@ with ZenFlow([weight], lr=0.5, weight_decay=0.0, topk_ratio=1.0) as optimizer:
 print(weight.mean().item())
 """
     assert float(in_fresh_interpreter(code)) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_no_file_names_a_path_of_somebodys_machine():
+    files = [path for folder in (*PRODUCT, "tests") for path in (ROOT / folder).rglob("*.*")] + list(ROOT.glob("*.*"))
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in TEXT_SUFFIXES}
+    assert len(texts) > 50
+    assert not [
+        str(path) for path, text in texts.items() if re.search(r"(?<![\w.~])/(?:root|home|work|Users)/\w", text)
+    ]
