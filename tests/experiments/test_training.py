@@ -54,7 +54,7 @@ def run_loop(tmp_path, config: TrainConfig) -> tuple[Frozen, History]:
     torch.manual_seed(0)
     model = TinyModel(width=16, layers=1, heads=2, max_length=8)
     engine, timer = Frozen(model), StepTimer(CPU)
-    recorder = Recorder(tmp_path, timer, config.log_every, None)
+    recorder = Recorder(tmp_path, timer, config.log_every or 1, None)
     Loop(config, model, Dataset(stream(40), stream(6), None), engine, recorder, timer).run()
     recorder.close()
     return engine, recorder.history

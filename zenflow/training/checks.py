@@ -30,7 +30,7 @@ RULES: dict[str, Rule] = {
     "batch_size": POSITIVE,
     "accumulate": POSITIVE,
     "evaluate_every": POSITIVE_OR_NULL,
-    "log_every": POSITIVE,
+    "log_every": POSITIVE_OR_NULL,
     "data.max_length": ("an integer >= 4", lambda value: value >= 4),
     "data.max_characters": POSITIVE_OR_NULL,
     "data.held_out": SHARE,

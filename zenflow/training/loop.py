@@ -44,6 +44,7 @@ class Loop:
         self._engine, self._recorder, self._timer = engine, recorder, timer
         self._device = next(model.parameters()).device
         self._order = Order(len(data.train), config.seed)
+        self._next_line = 1  # the step from which the next log line is due
 
     def run(self) -> None:
         """All steps, with an evaluation before the first, after the last, and every `evaluate_every`."""
@@ -51,14 +52,14 @@ class Loop:
         self._evaluate(0)
         with _progress(steps) as bar:
             for number in range(1, steps + 1):
-                loss = self._step(number)
-                self._report_progress(bar, number, loss)
+                self._step(number)
+                self._report_progress(bar, number)
                 if every and number % every == 0 and number < steps:
                     self._evaluate(number)
         self._engine.flush()
         self._evaluate(steps)
 
-    def _step(self, number: int) -> Tensor:
+    def _step(self, number: int) -> None:
         """`accumulate` backward passes, for example ids [32, 64] -> logits [32, 2] -> loss [], and one update."""
         config = self._config
         lr = learning_rate(config.optimizer, number, config.steps)
@@ -77,7 +78,6 @@ class Loop:
         self._engine.zero_grad()
         self._timer.stop()
         self._recorder.step(number, loss, lr, tokens, self._engine, last=number == config.steps)
-        return loss
 
     def _forward(self, batch: Batch) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.autocast):
@@ -105,15 +105,14 @@ class Loop:
         accuracy = None if self._data.classes is None else right.item() / count
         self._recorder.evaluation(Evaluation(step, loss.item() / count, accuracy))
 
-    def _report_progress(self, bar: tqdm, number: int, loss: Tensor) -> None:
-        bar.update()
+    def _report_progress(self, bar: tqdm, number: int) -> None:
         steps, history = self._config.steps, self._recorder.history
-        if len(history.losses) != number:  # this step's loss is still on the device
-            return
-        if not bar.disable:
-            bar.set_postfix(loss=f"{history.losses[-1]:.4f}")
-        elif number % -(-steps // LOG_LINES) == 0:
-            log.info("step %d of %d: loss %.4f, %.3f s", number, steps, history.losses[-1], history.seconds[-1])
+        if len(history.losses) == number:  # else the loss is still on the device
+            bar.set_postfix(loss=f"{history.losses[-1]:.4f}", refresh=False)
+            if bar.disable and number >= self._next_line:
+                self._next_line = number + -(-steps // LOG_LINES)
+                log.info("step %d of %d: loss %.4f, %.3f s", number, steps, history.losses[-1], history.seconds[-1])
+        bar.update()
 
 
 @contextmanager

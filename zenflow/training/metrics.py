@@ -84,6 +84,7 @@ class Recorder:
         self._file = open(folder / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._timer, self._log_every, self._tracker = timer, log_every, tracker
         self._waiting: list[tuple[int, Tensor, float, int]] = []
+        self._tokens = 0
 
     def step(self, number: int, loss: Tensor, lr: float, tokens: int, engine: Engine, *, last: bool) -> None:
         """`loss` is a scalar on the device, `lr` the rate that this step applied, `tokens` the real ones in it."""
@@ -109,6 +110,7 @@ class Recorder:
             history.losses.append(loss)
             history.seconds.append(duration)
             history.tokens.append(tokens)
+            self._tokens += tokens
             record = {"step": number, "loss": loss, "lr": lr, "batch_tokens": tokens, "seconds": duration}
             if number == self._waiting[-1][0]:
                 record["grad_norm"] = report.grad_norm
@@ -119,7 +121,7 @@ class Recorder:
         self._waiting.clear()
 
     def _write(self, record: dict[str, Any]) -> None:
-        record["tokens"] = sum(self.history.tokens)
+        record["tokens"] = self._tokens  # seen so far
         print(json.dumps(record), file=self._file, flush=True)
         if self._tracker is not None:
             self._tracker.log(record)

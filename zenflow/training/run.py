@@ -75,6 +75,7 @@ def _prepare(config: TrainConfig) -> Prepared:
     )
     steps_per_epoch = max(1, len(data.train) // (config.batch_size * config.accumulate))
     record = plain(config)
+    record["log_every"] = config.log_every or (10 if on_gpu else 1)
     record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
     record["data"]["path"] = str(locate(config.data))
     if isinstance(config.engine, ZenFlowEngine):
@@ -93,7 +94,7 @@ def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
         tracker = _tracker(config, folder, prepared.record)
         if tracker is not None:
             stack.push(lambda kind, error, trace: tracker.finish(exit_code=0 if error is None else 1))
-        recorder = Recorder(folder, timer, config.log_every, tracker)
+        recorder = Recorder(folder, timer, prepared.record["log_every"], tracker)
         stack.callback(recorder.close)
         engine = stack.enter_context(
             build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
@@ -121,7 +122,7 @@ def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any |
 
 def _subject(prepared: Prepared) -> Subject:
     record, engine = prepared.record, prepared.record["engine"]
-    sizes = {id(p): (p.numel(), p.numel() * p.element_size()) for p in prepared.model.parameters()}
+    weights = list(prepared.model.parameters())
     source = record["model"]["path"] or record["model"]["package"] or record["model"]["kind"]
     k, window = engine.get("topk_ratio"), engine.get("update_interval")
     on_gpu = prepared.device.type == "cuda"
@@ -131,8 +132,8 @@ def _subject(prepared: Prepared) -> Subject:
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
         engine="adamw" if k is None else f"zenflow, k {k:g}, U {window}",
         device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
-        parameters=sum(count for count, _ in sizes.values()),
-        weight_bytes=sum(size for _, size in sizes.values()),
+        parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
         topk_ratio=k,
         update_interval=window,
     )

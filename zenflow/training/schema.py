@@ -136,7 +136,7 @@ class TrainConfig:
     accumulate: int = 1
     autocast: bool = False  # bfloat16
     evaluate_every: int | None = None  # steps; always before the first and after the last
-    log_every: int = 1  # steps between two readings of the device
+    log_every: int | None = None  # steps between two readings of the device; null: 10 on a GPU, 1 on a CPU
     plot: bool = True
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

