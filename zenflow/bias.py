@@ -19,18 +19,22 @@ def saturation(beta1: float, beta2: float) -> int:
     return 1 if longest <= 0 else math.ceil(-26 * math.log(2) / math.log(longest)) + 1
 
 
-@lru_cache(maxsize=16)
 def bias_table(beta1: float, beta2: float, highest_step: int) -> np.ndarray:
     """fp32 `[length, 2]` for every t in `[0, highest_step]`; row t holds both factors, row 0 is unused (1, 1).
 
     `highest_step` is an upper bound on any t; it is rounded up to a power of two so that few tables are ever made, and
-    the table ends early where it saturates.
+    the table ends early where it saturates. Read-only, shared between calls.
     """
     bound = 1 << max(8, int(highest_step).bit_length())
-    length = min(bound, saturation(beta1, beta2)) + 1
+    return _table(beta1, beta2, min(bound, saturation(beta1, beta2)) + 1)
+
+
+@lru_cache(maxsize=16)
+def _table(beta1: float, beta2: float, length: int) -> np.ndarray:
+    steps = range(1, length)
     table = np.ones((length, 2), dtype=np.float64)
-    for t in range(1, length):
-        table[t] = 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
+    table[1:, 0] = [1 / (1 - beta1**t) for t in steps]
+    table[1:, 1] = [1 / math.sqrt(1 - beta2**t) for t in steps]
     table = table.astype(np.float32)
     table.setflags(write=False)
     return table

@@ -171,7 +171,7 @@ class ZenFlow(torch.optim.Optimizer):
             raise KeyError(f"no state for a parameter of shape {tuple(param.shape)}: frozen, or not of this optimizer")
         pipeline.wait_for_worker()
         step = checkpoint.full_step(record, int(pipeline.control.advance[record.index].item()))
-        selected = torch.zeros(step.numel(), dtype=torch.bool)
+        selected = torch.zeros(step.numel(), dtype=torch.bool, device="cpu")
         selected[record.selected if record.storage is not None else slice(None)] = True
         return ChannelState(*checkpoint.full_state(record), step, selected)
 

@@ -92,6 +92,7 @@ class Pipeline:
         self.partials = torch.zeros(0, dtype=torch.float64, device=device)
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
+        self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
         self.sent = 0  # slots sent since the worker started
         self.pending: list[tuple[SegmentStorage, Bucket, int]] = []  # sent and not yet visible
         self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
@@ -154,6 +155,9 @@ class Pipeline:
         client = WorkerClient(settings=settings, cores=self.cores.worker_cores, threads=self.cores.worker_threads)
         if bind:
             self.cores.bind_trainer()
+            # More threads than cores would spin against each other in every host operation.
+            self.unbound_threads = torch.get_num_threads()
+            torch.set_num_threads(min(self.unbound_threads, len(self.cores.trainer_cores)))
         return client
 
     # Phase 2
@@ -202,7 +206,7 @@ class Pipeline:
         tables = [bias_table(row[1], row[2], self.highest_t) for row in rows]
         key = tuple((row[1], row[2], len(table)) for row, table in zip(rows, tables, strict=True))
         if self._uploaded.get("bias", (None,))[0] != key:
-            stacked = torch.ones(len(tables), max(map(len, tables)), 2)
+            stacked = torch.ones(len(tables), max(map(len, tables)), 2, dtype=torch.float32, device="cpu")
             for place, table in enumerate(tables):
                 stacked[place, : len(table)] = torch.from_numpy(table.copy())
             self._uploaded["bias"] = key, self._to_device(stacked)
@@ -211,7 +215,7 @@ class Pipeline:
     def _upload(self, name: str, values: tuple, dtype: torch.dtype) -> Tensor:
         """`values` as a device tensor; sent again only when they changed."""
         if self._uploaded.get(name, (None,))[0] != values:
-            self._uploaded[name] = values, self._to_device(torch.tensor(values, dtype=dtype))
+            self._uploaded[name] = values, self._to_device(torch.tensor(values, dtype=dtype, device="cpu"))
         return self._uploaded[name][1]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -223,16 +227,14 @@ class Pipeline:
 
     def _end_window(self, plan: StepPlan) -> None:
         self.send_window()
-        candidates = self._candidates() if plan.selects else []
         # The one question that the host asks the device, and only at a window end at which a selection is due.
-        selecting = bool(candidates) and bool(self.control.finite.item())
+        selecting = plan.selects and bool(candidates := self._candidates()) and bool(self.control.finite.item())
         if plan.synchronous or selecting:
             self.make_visible()
             self.write_selected()
         if selecting:
             with self.selecting.section():
                 self._select(candidates, plan.step)
-        if plan.selects and (selecting or not candidates):
             self.clock.selection_ran()
         if self.pending:
             self.take_fingerprints(self.records)
@@ -242,7 +244,7 @@ class Pipeline:
         window, n_steps = self.clock.state.window, len(self.hyper_log)
         slots = [(storage, bucket) for storage in self.storages for bucket in storage.segment.buckets]
         seqs = range(self.sent + 1, self.sent + 1 + len(slots))
-        words = self._to_device(torch.tensor(seqs, dtype=torch.int64))
+        words = self._to_device(torch.tensor(seqs, dtype=torch.int64, device="cpu"))
         self.control.stamp(window)
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -362,3 +364,5 @@ class Pipeline:
             storage.close()
         if self.cores is not None:
             self.cores.restore_trainer()
+        if self.unbound_threads is not None:
+            torch.set_num_threads(self.unbound_threads)

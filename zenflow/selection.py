@@ -55,10 +55,10 @@ def migrate(record: ParamRecord, selected: Tensor, advance: int, on_reselect: st
         return traffic
     exchange = _Exchange(record, on_reselect == "reset")
     step = record.start.cpu().to(torch.int64) + advance
-    at_old, at_new = torch.arange(old.numel()), torch.arange(selected.numel())
+    at_old, at_new = (torch.arange(owners.numel(), device="cpu") for owners in (old, selected))
     exchange.leave(leaving, at_old[~stays_old], step, traffic)
     exchange.rebuild(entering, at_new[~stays_new], at_old[stays_old], at_new[stays_new], traffic)
-    new_step = torch.empty(selected.numel(), dtype=torch.int64)
+    new_step = torch.empty(selected.numel(), dtype=torch.int64, device="cpu")
     new_step[stays_new] = step[: old.numel()][stays_old]
     new_step[~stays_new] = 0 if exchange.reset else record.host_step[entering].to(torch.int64)
     record.start.copy_((new_step - advance).to(torch.int32))
@@ -101,9 +101,7 @@ class _Exchange:
                 target.index_copy_(self.dim, index, arrived)
         record.host_step[channels] = 0 if self.reset else step[position].to(torch.int32)
 
-    def rebuild(
-        self, entering: Tensor, enter_at: Tensor, stay_from: Tensor, stay_at: Tensor, traffic: Traffic
-    ) -> None:
+    def rebuild(self, entering: Tensor, enter_at: Tensor, stay_from: Tensor, stay_at: Tensor, traffic: Traffic) -> None:
         """New compact state from channels that stay and channels that the worker hands over.
 
         The worker's moments of these become zero: what it goes on computing there is scratch, and zeros stay zeros.

@@ -79,7 +79,7 @@ class ParamRecord:
     accumulator: Tensor | None = None
     storage: SegmentStorage | None = None
     matrix: Matrix | None = None
-    selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     owned: bool = True  # False until the first selection
     fingerprint: Tensor | None = None  # int64 [rows], of what is visible while a deferred result is pending
     version: int = 0  # the parameter's autograd version when its bits were last known
@@ -190,7 +190,7 @@ class SegmentStorage:
     def close(self) -> None:
         """Unpin, give the shared memory back and drop every view of it; idempotent."""
         self._free()
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         self.ring = self.shadow = self.channel_step = empty
         self.state = (empty, empty, empty)
         self.slots = []

@@ -25,7 +25,7 @@ CHUNK_PER_THREAD = 32768  # elements; torch's own grain, so that a chunk occupie
 
 def round_to_fp32(values: list[float]) -> list[float]:
     """Each value rounded to the nearest fp32 number, as Python floats."""
-    return torch.tensor(values, dtype=torch.float64).to(torch.float32).tolist()
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(torch.float32).tolist()
 
 
 def pack_hyper(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:

@@ -138,7 +138,7 @@ class Table:
             addresses.append(grad.data_ptr())
         self.grads = list(grads)
         self.grads_aligned = not any(address % ALIGN_BYTES for address in addresses)
-        staged = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self.grad_ptrs.copy_(staged, non_blocking=True)
 
     def release(self) -> None:
@@ -151,7 +151,7 @@ class Table:
         return None if grad is None else grad.view(self.entries[number].shape)
 
     def _to_device(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device)
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _plan_launches(self) -> list[Launch]:
         classes: dict[tuple[str, int, bool], list[int]] = {}

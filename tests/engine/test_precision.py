@@ -128,6 +128,8 @@ def test_r4_both_halves_are_unscaled_and_clipped(topk_ratio: float, device: str,
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
 def test_grad_scaler_trains_as_no_scaler_does(clip: float | None, dtype: str, device: str, build: Builder) -> None:
     """Scale 2^k is exact here: the scaled run equals the plain one; inf steps are counted skips and halve the scale."""
+    if device != "cpu" and dtype == "bf16":
+        pytest.skip("torch's GradScaler does not take bf16 gradients on CUDA")
     shapes = [(6, 10), (5, 7), (3,)]
     plain = Pair(build, make_parameters(shapes, DTYPES[dtype], device), lr=0.02, topk_ratio=0.3, max_grad_norm=clip)
     parameters = make_parameters(shapes, DTYPES[dtype], device)
