@@ -50,7 +50,7 @@ class AdamWEngine(EngineConfig):
 class ZenFlowEngine(EngineConfig):
     """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
 
-    topk_ratio: float | str = 0.1
+    topk_ratio: int | float | str = 0.1  # 0 and 1 are numbers too
     update_interval: int | str = 4
     select_strategy: SelectStrategy = SelectStrategy.step
     select_interval: int | str = 100
@@ -60,7 +60,7 @@ class ZenFlowEngine(EngineConfig):
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
     deferred_rule: DeferredRule = DeferredRule.accumulate
-    deferred_lr_scale: float | str = "linear"
+    deferred_lr_scale: int | float | str = "linear"
     on_reselect: OnReselect = OnReselect.migrate
     min_deferred_numel: int = 4096
     ring_dtype: RingDtype = RingDtype.auto
