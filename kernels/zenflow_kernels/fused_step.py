@@ -192,7 +192,7 @@ def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) 
     those of the last `table.bind`, which are let go of, and the decision that of the last `close_step`.
     """
     _check_factors(table, hyper, bias)
-    if table.launches and uses_triton(table.fields):
+    if uses_triton(table.fields):
         _launch_step(table, control, hyper, bias)
     else:
         fused_step_reference(table, control, hyper, bias)
@@ -216,7 +216,7 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
 
 def write_masters(table: Table) -> None:
     """Write the rounded masters over the weights of the selected channels, and touch nothing else."""
-    if not table.launches or not uses_triton(table.fields):
+    if not uses_triton(table.fields):
         return write_masters_reference(table)
     with on_device(table.fields):
         _find_channels(table)
@@ -228,7 +228,9 @@ def write_masters(table: Table) -> None:
 
 
 def _find_channels(table: Table) -> None:
-    if table.channel_tile_entry.numel():
+    # Before every pass, not once a selection: only the engine knows when it writes `slot`, and to ask the slots of all
+    # parameters for their versions would cost the host what this launch costs.
+    if table.launches and table.channel_tile_entry.numel():
         tiles.channels_kernel[(table.channel_tile_entry.numel(),)](
             table.fields, table.channel_tile_entry,
             BLOCK=CHANNEL_TILE,
