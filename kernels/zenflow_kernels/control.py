@@ -1,6 +1,6 @@
 """What a step decides on the device: skip or not, clip factor, loss scale, and what each parameter does.
 
-Written by `norm.close_step`, read by `fused_step`; the window's log travels to the worker behind the gradients.
+Written by `close_step`, read by `fused_step`; the window's log travels to the worker behind the gradients.
 """
 
 from __future__ import annotations
@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 
 FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD = 0, 1, 2
-LOG_WORDS = 4  # int32 words a step in the window's log
+
+# The window's log, int32: its number, then the words of each step, then the number again.
+STAMP_WORDS = 2
+LOG_WORDS = 4
+LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO = range(LOG_WORDS)
+
+
+def log_words(max_steps: int) -> int:
+    """int32 words in the log of a window of at most `max_steps` steps."""
+    return STAMP_WORDS + LOG_WORDS * max_steps + STAMP_WORDS
 
 
 @dataclass(frozen=True)
 class StepControl:
     """Device tensors that outlive the step; their addresses never change.
 
-    `window_log` int32 `[4 * max_steps + 4]`: words 0 and 1 are the window's number (low, high), then four words a step
+    `window_log` int32 `[log_words(max_steps)]`: words 0 and 1 are the window's number (low, high), then four words a step
     (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), and the last two words repeat the number.
     """
 
@@ -42,7 +51,7 @@ class StepControl:
             return torch.zeros(length, dtype=dtype, device=device)
 
         return cls(
-            window_log=zeros(LOG_WORDS * max_steps + 4, torch.int32),
+            window_log=zeros(log_words(max_steps), torch.int32),
             finite=zeros(1, torch.int32),
             clip=zeros(1, torch.float32),
             inv_scale=zeros(1, torch.float32),
@@ -55,11 +64,11 @@ class StepControl:
 
     @property
     def max_steps(self) -> int:
-        return (self.window_log.numel() - 4) // LOG_WORDS
+        return (self.window_log.numel() - log_words(0)) // LOG_WORDS
 
     def stamp(self, window: int) -> None:
         """Write the window's number at both ends of the log, in stream order and without waiting."""
         for word, value in enumerate((window & 0xFFFFFFFF, window >> 32)):
             signed = value - (1 << 32) if value >= 1 << 31 else value
             self.window_log[word].fill_(signed)
-            self.window_log[word - 2].fill_(signed)
+            self.window_log[word - STAMP_WORDS].fill_(signed)

@@ -19,10 +19,14 @@ from torch import Tensor
 from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
-from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, adamw_, chunks
+from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, HYPER_WIDTH, adamw_, chunks
 from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
 
-N_HYPER, ADD = tl.constexpr(len(HYPER)), tl.constexpr(FOLD_ADD)
+NONE, ADD = tl.constexpr(FOLD_NONE), tl.constexpr(FOLD_ADD)
+N_HYPER = tl.constexpr(HYPER_WIDTH)
+LR, EPS, DECAY = (tl.constexpr(HYPER.index(name)) for name in ("lr", "eps", "decay"))
+BETA1, ONE_MINUS_BETA1 = (tl.constexpr(HYPER.index(name)) for name in ("beta1", "one_minus_beta1"))
+BETA2, ONE_MINUS_BETA2 = (tl.constexpr(HYPER.index(name)) for name in ("beta2", "one_minus_beta2"))
 FOLD_BLOCK = 2048  # elements of the gradient folded at once
 UPDATE_BLOCK = 512  # selected elements updated at once
 
@@ -101,9 +105,9 @@ def _update_share(
     grad_ptr += dense_0
     bias_ptr += 2 * group * bias_length
     hyper_ptr += N_HYPER * group
-    lr, eps, decay = tl.load(hyper_ptr), tl.load(hyper_ptr + 5), tl.load(hyper_ptr + 6)
-    beta1, one_minus_beta1 = tl.load(hyper_ptr + 1), tl.load(hyper_ptr + 2)
-    beta2, one_minus_beta2 = tl.load(hyper_ptr + 3), tl.load(hyper_ptr + 4)
+    lr, eps, decay = tl.load(hyper_ptr + LR), tl.load(hyper_ptr + EPS), tl.load(hyper_ptr + DECAY)
+    beta1, one_minus_beta1 = tl.load(hyper_ptr + BETA1), tl.load(hyper_ptr + ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(hyper_ptr + BETA2), tl.load(hyper_ptr + ONE_MINUS_BETA2)
     for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
         dense, position, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
@@ -141,7 +145,7 @@ def _step_kernel(
     )
     fold = tl.load(fold_ptr + first + entry)
     STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
-    if fold != 0:
+    if fold != NONE:
         grad_ptr = tiles.pointer(tl.load(grad_ptrs + entry), WEIGHT_DTYPE, EVEN)
         inv_scale, clip = tl.load(inv_scale_ptr), tl.load(clip_ptr)
         if KIND != tiles.WHOLE:
@@ -251,7 +255,7 @@ def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
 
 
 def _check_factors(table: Table, hyper: Tensor, bias: Tensor) -> None:
-    for name, tensor, tail in (("hyper", hyper, (len(HYPER),)), ("bias", bias, (bias.shape[-2], 2))):
+    for name, tensor, tail in (("hyper", hyper, (HYPER_WIDTH,)), ("bias", bias, (bias.shape[-2], 2))):
         good = tensor.dtype == torch.float32 and tensor.device == table.device and tensor.is_contiguous()
         if not good or tuple(tensor.shape[1:]) != tail:
             raise ValueError(
@@ -309,9 +313,8 @@ def _update(
     entry: Entry, channel: Tensor, grad: Tensor, scales: tuple[float, float], factors: list[float], bias: Tensor
 ) -> None:
     chosen = grad if entry.kind == "whole" else grad.index_select(entry.axis, channel)
-    hyper = dict(zip(HYPER, factors, strict=True))
+    hyper = dict(zip(HYPER, factors[: len(HYPER)], strict=True))
     lr = hyper.pop("lr")
-    del hyper["unused"]
     shape = {"column": (1, -1), "row": (-1, 1), "whole": (1, 1)}[entry.kind]
     first, second = bias[:, 0].view(shape), bias[:, 1].view(shape)
     state = (entry.master, entry.exp_avg, entry.exp_avg_sq, _scaled(chosen, scales))

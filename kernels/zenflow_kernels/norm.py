@@ -18,13 +18,27 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels import tiles
-from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE, StepControl
+from zenflow_kernels.control import (
+    FOLD_ADD,
+    FOLD_NONE,
+    FOLD_OVERWRITE,
+    LOG_CLIP,
+    LOG_FINITE,
+    LOG_INV_SCALE,
+    LOG_WORDS,
+    LOG_ZERO,
+    STAMP_WORDS,
+    StepControl,
+)
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.table import Table
 
 NORM_BLOCK = 4096  # elements a program reads at once
 SUM_BLOCK = 4096  # partial sums, likewise
 PARAMETER_BLOCK = 1024
+NONE, OVERWRITE, ADD = (tl.constexpr(fold) for fold in (FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD))
+N_STAMP, N_LOG = tl.constexpr(STAMP_WORDS), tl.constexpr(LOG_WORDS)
+FINITE, CLIP, INV_SCALE, ZERO = (tl.constexpr(w) for w in (LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO))
 SERIAL = 16384  # elements: torch adds fewer than 32768 on one thread, so the order does not depend on the thread count
 
 
@@ -88,11 +102,11 @@ def _close_step_kernel(
     tl.store(inv_scale_ptr, inv_scale)
     tl.store(norm_ptr, norm.to(tl.float32))
     tl.store(skipped_ptr, tl.load(skipped_ptr) + tl.where(finite, 0, 1))
-    log_ptr = window_log_ptr + 2 + 4 * position
-    tl.store(log_ptr, finite.to(tl.int32))
-    tl.store(log_ptr + 1, clip.to(tl.int32, bitcast=True))
-    tl.store(log_ptr + 2, inv_scale.to(tl.int32, bitcast=True))
-    tl.store(log_ptr + 3, 0)
+    log_ptr = window_log_ptr + N_STAMP + N_LOG * position
+    tl.store(log_ptr + FINITE, finite.to(tl.int32))
+    tl.store(log_ptr + CLIP, clip.to(tl.int32, bitcast=True))
+    tl.store(log_ptr + INV_SCALE, inv_scale.to(tl.int32, bitcast=True))
+    tl.store(log_ptr + ZERO, 0)
 
     for offset in range(0, n_params, BLOCK_P):
         offs = offset + tl.arange(0, BLOCK_P)
@@ -101,7 +115,8 @@ def _close_step_kernel(
         count = tl.load(count_ptr + offs, mask=mask, other=0)
         count = tl.where(position == 0, 0, count)
         advance = tl.load(advance_ptr + offs, mask=mask, other=0)
-        tl.store(fold_ptr + offs, counted * tl.where(count == 0, 1, 2), mask=mask)
+        fold = tl.where(count == 0, OVERWRITE, ADD)
+        tl.store(fold_ptr + offs, tl.where(counted == 0, NONE, fold), mask=mask)
         tl.store(count_ptr + offs, count + counted, mask=mask)
         tl.store(advance_ptr + offs, advance + counted, mask=mask)
 
@@ -230,11 +245,11 @@ def close_step_reference(
     control.inv_scale.copy_(inv)
     control.norm.copy_(norm)
     control.skipped.add_(~finite)
-    log = control.window_log[2 + 4 * position : 6 + 4 * position]
-    log[0:1].copy_(finite)
-    log[1:2].copy_(control.clip.view(torch.int32))
-    log[2:3].copy_(control.inv_scale.view(torch.int32))
-    log[3] = 0
+    log = control.window_log[STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS)[position]
+    log[LOG_FINITE].copy_(finite.view(()))
+    log[LOG_CLIP].copy_(control.clip.view(torch.int32).view(()))
+    log[LOG_INV_SCALE].copy_(control.inv_scale.view(torch.int32).view(()))
+    log[LOG_ZERO].zero_()
     if position == 0:
         control.count.zero_()
     counted = (present != 0) & finite

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-HYPER = ("lr", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay", "unused")
+HYPER = ("lr", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay")
+HYPER_WIDTH = 8  # floats a row of the hyperparameter table; those beyond HYPER keep rows aligned and are 0
 
 CHUNK_PER_THREAD = 32768  # elements; torch's own grain, so that a chunk occupies every thread and stays in cache
 
@@ -30,7 +31,16 @@ def round_to_fp32(values: list[float]) -> list[float]:
 
 def pack_hyper(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> list[float]:
     """One row of the hyperparameter table, in the order of `HYPER`: computed in float64, rounded to fp32 once."""
-    return round_to_fp32([lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * weight_decay, 0.0])
+    row = {
+        "lr": lr,
+        "beta1": beta1,
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+        "eps": eps,
+        "decay": 1 - lr * weight_decay,
+    }
+    return round_to_fp32([row[name] for name in HYPER]) + [0.0] * (HYPER_WIDTH - len(HYPER))
 
 
 def chunks(rows: int, cols: int, limit: int) -> Iterator[tuple[slice, slice]]:

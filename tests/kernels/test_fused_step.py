@@ -11,7 +11,7 @@ from zenflow_kernels import fused_step as step_module
 from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE
 from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters, write_masters_reference
-from zenflow_kernels.numerics import adamw_
+from zenflow_kernels.numerics import HYPER, adamw_
 from zenflow_kernels.table import Entry, Table
 
 from tests.kernels.building import HYPERS, Padded, Spec, World, bits, make_world
@@ -99,7 +99,7 @@ def test_a_denormal_divides_and_has_a_root(device):
     world = make_world([Spec("whole", 1, 64)], device, torch.float32)
     decide(world, 1, (1.0, 1.0))
     world.control.fold.fill_(FOLD_OVERWRITE)
-    world.hyper[:, 5] = 0
+    world.hyper[:, HYPER.index("eps")] = 0
     entry = world.table.entries[0]
     entry.exp_avg.fill_(1e-40)
     entry.exp_avg_sq.fill_(1e-40)
@@ -312,10 +312,9 @@ def test_more_elements_than_an_int32_can_count():
 
     for part in (slice(0, 3), slice(rows - 3, rows)):
         p, m, v = (torch.zeros(3, n) for _ in range(3))
-        names = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay")
-        factors = dict(zip(names, world.hyper[0, 1:7].tolist(), strict=True))
+        factors = dict(zip(HYPER, world.hyper[0, : len(HYPER)].tolist(), strict=True))
         first, second = world.bias[0, 1].cpu()
-        step_size = world.hyper[0, 0].cpu() * first
+        step_size = factors.pop("lr") * first
         adamw_(p, m, v, grad[part][:, channels].float().cpu(), step_size=step_size, denom_scale=second, **factors)
         for got, want in zip(state, (p, m, v), strict=True):
             assert torch.equal(bits(got[part]), bits(want))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zenflow_kernels.control import StepControl
+from zenflow_kernels.control import StepControl, log_words
 from zenflow_kernels.norm import close_step, close_step_reference, partial_norms, partial_norms_reference
 from zenflow_kernels.table import Entry, Table
 
@@ -139,6 +139,7 @@ def test_decision_by_hand(device):
     close(close_step, control, partials * float("nan"), present, 1, case)
     assert control.fold.tolist() == [0, 0, 0] and control.skipped.item() == 1 and control.clip.item() == 1
     log = control.window_log.cpu()
+    assert log.numel() == log_words(2) == 2 + 2 * 4 + 2
     assert log[2:10].view(2, 4)[:, 0].tolist() == [1, 0]
     assert log[3:5].view(torch.float32).tolist() == [pytest.approx(1 / 1.250001, rel=1e-7), 0.25]
     assert log[[0, 1, -2, -1]].tolist() == [5 - 2**31, 7, 5 - 2**31, 7]

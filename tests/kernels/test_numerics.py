@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 from zenflow_kernels import numerics
-from zenflow_kernels.numerics import HYPER, adamw_, chunks, pack_hyper
+from zenflow_kernels.numerics import HYPER, HYPER_WIDTH, adamw_, chunks, pack_hyper
 
 from tests.kernels.building import bits, values
 from zenflow.bias import bias_table
@@ -15,8 +15,8 @@ SHAPES = [(1, 1), (1, 7), (7, 1), (13, 17), (0, 5), (5, 0), (1, 1025)]
 
 
 def constants() -> dict[str, float]:
-    packed = dict(zip(HYPER, pack_hyper(LR, BETA1, BETA2, EPS, DECAY), strict=True))
-    return {name: packed[name] for name in HYPER[1:7]}
+    packed = dict(zip(HYPER, pack_hyper(LR, BETA1, BETA2, EPS, DECAY)[: len(HYPER)], strict=True))
+    return {name: packed[name] for name in HYPER[1:]}
 
 
 def by_numpy(state: list[Tensor], step_size: Tensor, denom_scale: Tensor) -> list[np.ndarray]:
@@ -96,8 +96,10 @@ def test_another_dtype_is_refused():
 
 
 def test_hyperparameters_are_rounded_once_from_float64():
-    lr, beta1, left1, beta2, left2, eps, decay, unused = pack_hyper(0.1, 0.9, 0.999, 1e-8, 0.3)
-    assert [lr, beta1, beta2, eps, unused] == [*(float(np.float32(x)) for x in (0.1, 0.9, 0.999, 1e-8)), 0.0]
+    packed = pack_hyper(0.1, 0.9, 0.999, 1e-8, 0.3)
+    assert len(packed) == HYPER_WIDTH and not any(packed[len(HYPER) :])
+    lr, beta1, left1, beta2, left2, eps, decay = packed[: len(HYPER)]
+    assert [lr, beta1, beta2, eps] == [float(np.float32(x)) for x in (0.1, 0.9, 0.999, 1e-8)]
     assert left1 == float(np.float32(1 - 0.9)) and left2 == float(np.float32(1 - 0.999))
     assert decay == float(np.float32(1 - 0.1 * 0.3))
 
