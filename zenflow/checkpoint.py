@@ -8,6 +8,7 @@ clock, the running window's scalars, and the configuration that shaped all this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +17,14 @@ from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.scatter import scatter_channels_
 
+from zenflow.config import ZenFlowConfig
 from zenflow.pipeline import Pipeline
-from zenflow.storage import ParamRecord
+from zenflow.storage import Newcomer, ParamRecord, count_selected, is_deferred, matrix_shape
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
 FORMAT = 1
+STATES = ("master", "exp_avg", "exp_avg_sq")
+ENGINE_KEYS = ("config", "clock", "counters", "skipped", "window_log", "hyper_log", "present_log")
 SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "ring_dtype", "update_interval")
 
 
@@ -53,13 +57,12 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     """
     pipeline.wait_for_worker()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
-    running = bool(pipeline.hyper_log)
+    running, pending = bool(pipeline.hyper_log), pipeline.pending_storages()
     state = {}
     for record in pipeline.records:
         shape = record.param.shape
         entry: dict[str, Any] = {
-            name: tensor.view(shape)
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), full_state(record), strict=True)
+            name: tensor.view(shape) for name, tensor in zip(STATES, full_state(record), strict=True)
         }
         entry["step"] = full_step(record, advances[record.index])
         entry["whole"] = record.kind == "whole"
@@ -68,7 +71,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
             entry["count"] = counts[record.index] if running else 0
             if entry["count"]:
                 entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
-            if pipeline.is_pending(record):
+            if record.storage in pending:
                 entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
         state[indices[id(record.param)]] = entry
     return state, {
@@ -86,28 +89,73 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     }
 
 
-def check(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict[int, int]) -> None:
-    """Refuse, before anything changes, a state that does not fit: ValueError naming what differs."""
+def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state: State, engine: dict[str, Any]) -> None:
+    """Refuse, before anything changes, a state that does not fit: ValueError naming what differs.
+
+    `everyone` are all parameters in torch's order, laid out or not.
+    """
     if engine.get("format") != FORMAT:
-        raise ValueError(f"optimizer state has ZenFlow format {engine.get('format')!r}; this version reads {FORMAT}")
+        raise ValueError(f"the state has ZenFlow format {engine.get('format')!r}; allowed is {FORMAT}")
+    missing = [name for name in ENGINE_KEYS if name not in engine]
+    if missing:
+        raise ValueError(f"the state's 'zenflow' part lacks {', '.join(missing)}")
     mine = asdict(pipeline.config)
     for name in SHAPING:
         saved = engine["config"].get(name)
         if saved != mine[name]:
             raise ValueError(f"the state was saved with {name}={saved!r}, this optimizer has {mine[name]!r}")
-    for record in pipeline.records:
-        entry = state.get(indices[id(record.param)])
-        shape = tuple(record.param.shape)
-        if entry is not None and tuple(entry["master"].shape) != shape:
-            raise ValueError(f"the state of {record.name} has shape {tuple(entry['master'].shape)}; allowed is {shape}")
+    strangers = sorted(set(state) - set(range(len(everyone))), key=str)
+    if strangers:
+        raise ValueError(f"the state has entries {strangers}; this optimizer has parameters 0 to {len(everyone) - 1}")
+    known = {id(record.param) for record in pipeline.records}
+    for index, newcomer in enumerate(everyone):
+        if index in state:
+            _check_entry(pipeline.config, newcomer, state[index])
+        elif pipeline.clock.state.step and id(newcomer.param) in known:
+            raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
+
+
+def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any]) -> None:
+    param, deferred = newcomer.param, is_deferred(config, newcomer.param)
+    rows, cols = matrix_shape(param)
+    channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
+    shapes = {name: (tuple(param.shape), torch.float32) for name in STATES} | {"step": ((channels,), torch.int64)}
+    required = [*shapes, "whole", *(("selected", "owned", "count") if deferred else ())]
+    missing = [name for name in required if name not in entry]
+    if missing:
+        raise ValueError(f"the state of {newcomer.name} lacks {', '.join(missing)}")
+    if entry["whole"] == deferred:
+        raise ValueError(
+            f"the state of {newcomer.name} was saved with whole={entry['whole']}, here it is {not deferred}"
+        )
+    if deferred:
+        n = count_selected(config, channels) if entry["owned"] else 0
+        shapes["selected"] = (n,), torch.int64
+        shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
+        if entry["count"] and "accumulator" not in entry:
+            raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
+    for name, (shape, dtype) in shapes.items():
+        found = entry[name]
+        if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
+            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise ValueError(
+                f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}"
+            )
+    if deferred and not _is_choice(entry["selected"], channels):
+        raise ValueError(
+            f"selected of {newcomer.name} must rise strictly within [0, {channels}), got {entry['selected']}"
+        )
+
+
+def _is_choice(selected: Tensor, channels: int) -> bool:
+    inside = bool(((selected >= 0) & (selected < channels)).all())
+    return inside and bool((selected[1:] > selected[:-1]).all())
 
 
 def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict[int, int]) -> None:
     """Take over a checked state: owners, masters, moments, t, partial sums, clock; masters win over weights."""
     pipeline.wait_for_worker()
     pipeline.pending = []
-    pipeline.control.advance.zero_()
-    pipeline.control.count.zero_()
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])
         if entry is not None:
@@ -132,7 +180,9 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
 
 def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any]) -> None:
     shape, device = record.weight.shape, record.weight.device
-    whole = [entry[name].reshape(shape).to(torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")]
+    pipeline.control.advance[record.index] = 0
+    pipeline.control.count[record.index] = 0
+    whole = [entry[name].reshape(shape).to(torch.float32) for name in STATES]
     step = entry["step"].to(torch.int32)
     visible = entry.get("weight", entry["master"]).reshape(shape)
     record.weight.copy_(visible)

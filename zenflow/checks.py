@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zenflow")
 
 _BITS = {2: torch.int16, 4: torch.int32}
+_HYPER = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
+_ABOVE = (float("inf"), 1.0, 1.0, float("inf"), float("inf"))
 
 
 def check_parameters(newcomers: Sequence[Newcomer], device: torch.device) -> None:
@@ -59,16 +61,37 @@ def _check_overlap(newcomers: Sequence[Newcomer]) -> None:
             )
 
 
+def group_hyper(group: dict) -> tuple[float, float, float, float, float]:
+    """A param group's lr, beta1, beta2, eps and weight decay as float64; ValueError for one that cannot be used."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise ValueError(f"lr is a tensor on {lr.device}; allowed is a number or a tensor on the CPU")
+    beta1, beta2 = group["betas"]
+    values = float(lr), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])
+    for name, value, above in zip(_HYPER, values, _ABOVE, strict=True):
+        if not 0 <= value < above:
+            raise ValueError(f"{name} is {value}; allowed is 0 <= {name} < {above:g}")
+    return values
+
+
+def has_gradient(param: Tensor) -> bool:
+    """Whether a parameter takes part in a step: it has a gradient and is not frozen."""
+    return param.requires_grad and param.grad is not None
+
+
 def usable_gradient(record: ParamRecord) -> Tensor | None:
-    """The gradient as the kernels read it (dense, contiguous, the weight's dtype), or None if there is none."""
+    """The gradient as the kernels read it (dense, contiguous, the weight's dtype), or None if there is none.
+
+    ValueError for one of another kind.
+    """
     param = record.param
-    grad = param.grad
-    if grad is None or not param.requires_grad:
+    if not has_gradient(param):
         return None
+    grad = param.grad
     if grad.layout != torch.strided:
-        raise RuntimeError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
+        raise ValueError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
     if grad.dtype != record.weight.dtype or grad.device != record.weight.device:
-        raise RuntimeError(
+        raise ValueError(
             f"{record.name} has a gradient of {grad.dtype} on {grad.device}; "
             f"allowed is {record.weight.dtype} on {record.weight.device}"
         )
@@ -78,16 +101,17 @@ def usable_gradient(record: ParamRecord) -> Tensor | None:
 def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
     """Bring masters and flat storage in line with weights that somebody else has written, replaced or moved.
 
-    `force` compares every parameter, for edits that autograd cannot see (`.data`). RuntimeError names a parameter that
+    `force` compares every parameter, for edits that autograd cannot see (`.data`). ValueError names a parameter that
     changed dtype, device or shape.
     """
+    pending = pipeline.pending_storages()
     for record in pipeline.records:
         param = record.param
         moved = param.data_ptr() != record.weight.data_ptr() or param.dtype != record.weight.dtype
         if moved or force or param._version != record.version:
             pipeline.wait_for_worker()
             changed = _move_back(record) if moved else None
-            _follow_weights(record, changed, pending=pipeline.is_pending(record))
+            _follow_weights(record, changed, pending=record.storage in pending)
             record.version = param._version
 
 
@@ -95,7 +119,7 @@ def _move_back(record: ParamRecord) -> Tensor:
     """Copy the parameter's new memory over its old one; where the bits differ, bool `[rows, cols]`."""
     param, weight = record.param, record.weight
     if param.dtype != weight.dtype or param.device != weight.device or param.numel() != weight.numel():
-        raise RuntimeError(
+        raise ValueError(
             f"{record.name} was {weight.dtype} on {weight.device} with {weight.numel()} elements when the optimizer "
             f"was built and is now {param.dtype} on {param.device} with {param.numel()}; "
             "build the optimizer after such changes"

@@ -4,7 +4,7 @@ channels are updated by a CPU process while the GPU goes on."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow import checkpoint
-from zenflow.checks import adopt_outside_changes, check_parameters
+from zenflow.checks import adopt_outside_changes, check_parameters, group_hyper, has_gradient
 from zenflow.config import ZenFlowConfig
+from zenflow.layout import lay_out
 from zenflow.pipeline import Pipeline
 from zenflow.stats import Stats
 from zenflow.storage import Newcomer
@@ -67,6 +68,7 @@ class ZenFlow(torch.optim.Optimizer):
         self._pipeline: Pipeline | None = None
         self._closed = False
         self._warned_no_gradient = False
+        self._known: set[int] = set()  # ids of the parameters that have been laid out
         self.config = _configuration(config, config_fields)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         everyone = self._newcomers(lambda param: True)
@@ -74,19 +76,18 @@ class ZenFlow(torch.optim.Optimizer):
             raise ValueError("the param groups hold no parameter; allowed is at least one")
         device = everyone[0].param.device
         check_parameters(everyone, device)
-        pipeline = Pipeline(self.config, device)
+        self._pipeline = Pipeline(self.config, device)
         try:
-            pipeline.lay_out([one for one in everyone if one.param.requires_grad], len(self.param_groups))
+            self._lay_out([newcomer for newcomer in everyone if newcomer.param.requires_grad])
         except BaseException:
-            pipeline.close()
+            self.close(flush=False)
             raise
-        self._pipeline = pipeline
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the new parameters get their place at their first gradient."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            group_hyper(self.param_groups[-1])
             if self._pipeline is not None:
                 check_parameters(self._newcomers(lambda param: True), self._pipeline.device)
         except ValueError:
@@ -101,10 +102,8 @@ class ZenFlow(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        known = {id(record.param) for record in pipeline.records}
-        late = self._newcomers(lambda p: p.requires_grad and p.grad is not None and id(p) not in known)
-        if late:
-            pipeline.lay_out(late, len(self.param_groups))
+        if any(has_gradient(param) and id(param) not in self._known for param in self._params()):
+            self._lay_out(self._newcomers(lambda param: has_gradient(param) and id(param) not in self._known))
         self._warn_without_gradients()
         pipeline.step(self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
@@ -190,14 +189,17 @@ class ZenFlow(torch.optim.Optimizer):
 
         ValueError names what does not fit, before anything is changed.
         """
-        pipeline, engine = self._running(), state_dict.get("zenflow")
-        if state_dict["state"]:
+        pipeline, engine, state = self._running(), state_dict.get("zenflow"), state_dict["state"]
+        everyone = self._newcomers(lambda param: True)
+        if state:
             if engine is None:
                 raise ValueError("the state has no 'zenflow' part; allowed is the state_dict() of a ZenFlow optimizer")
-            checkpoint.check(pipeline, state_dict["state"], engine, self._indices())
+            checkpoint.check(pipeline, everyone, state, engine)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        if state_dict["state"]:
-            checkpoint.load(pipeline, state_dict["state"], engine, self._indices())
+        if state:
+            saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]
+            self._lay_out([newcomer for newcomer in saved if id(newcomer.param) not in self._known])
+            checkpoint.load(pipeline, state, engine, self._indices())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")
@@ -222,11 +224,18 @@ class ZenFlow(torch.optim.Optimizer):
         return found
 
     def _indices(self) -> dict[int, int]:
-        params = [param for group in self.param_groups for param in group["params"]]
-        return {id(param): index for index, param in enumerate(params)}
+        return {id(param): index for index, param in enumerate(self._params())}
+
+    def _params(self) -> Iterator[Parameter]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    def _lay_out(self, newcomers: list[Newcomer]) -> None:
+        if newcomers:
+            lay_out(self._running(), newcomers, len(self.param_groups))
+            self._known |= {id(newcomer.param) for newcomer in newcomers}
 
     def _warn_without_gradients(self) -> None:
-        if self._warned_no_gradient or any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if self._warned_no_gradient or any(param.grad is not None for param in self._params()):
             return
         self._warned_no_gradient = True
         warnings.warn(
@@ -242,17 +251,3 @@ def _configuration(config: ZenFlowConfig | None, overrides: dict[str, Any]) -> Z
         if name not in allowed:
             raise TypeError(f"ZenFlow has no setting {name!r}; allowed are {', '.join(allowed)}")
     return replace(config or ZenFlowConfig(), **overrides).resolved()
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    ranges = {
-        "lr": (float(group["lr"]), 0.0, float("inf")),
-        "betas[0]": (float(beta1), 0.0, 1.0),
-        "betas[1]": (float(beta2), 0.0, 1.0),
-        "eps": (float(group["eps"]), 0.0, float("inf")),
-        "weight_decay": (float(group["weight_decay"]), 0.0, float("inf")),
-    }
-    for name, (value, low, high) in ranges.items():
-        if not low <= value < high:
-            raise ValueError(f"{name} is {value}; allowed is {low:g} <= {name} < {high:g}")

@@ -17,8 +17,7 @@ because there is one accumulator.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import torch
@@ -30,46 +29,17 @@ from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Table
 
 from zenflow.bias import bias_table
-from zenflow.checks import adopt_outside_changes, take_fingerprint, usable_gradient
-from zenflow.client import WorkerClient, WorkerSettings
+from zenflow.checks import adopt_outside_changes, group_hyper, take_fingerprint, usable_gradient
+from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
-from zenflow.cores import CorePlan, plan_cores
+from zenflow.cores import CorePlan
 from zenflow.geometry import Bucket
 from zenflow.selection import choose_channels, migrate
 from zenflow.stats import StallClock
-from zenflow.storage import (
-    Newcomer,
-    ParamRecord,
-    SegmentStorage,
-    is_deferred,
-    new_segment,
-    record_deferred,
-    record_whole,
-)
+from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.window import StepPlan, WindowClock
 
 logger = logging.getLogger("zenflow")
-
-
-def group_hyper(group: dict) -> tuple[float, float, float, float, float]:
-    """A param group's scalars as float64: lr, beta1, beta2, eps, weight decay."""
-    beta1, beta2 = group["betas"]
-    return float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"])
-
-
-def _in_travel_order(records: list[ParamRecord]) -> list[int]:
-    """Control indices of a new segment's records, by matrix."""
-    deferred = [record for record in records if record.matrix is not None]
-    return [record.index for record in sorted(deferred, key=lambda record: record.matrix.offset)]
-
-
-def _grown(control: StepControl, n_params: int, max_steps: int) -> StepControl:
-    larger = StepControl.create(n_params, max_steps, control.finite.device)
-    for field in fields(control):
-        old = getattr(control, field.name)
-        if isinstance(old, Tensor):
-            getattr(larger, field.name)[: old.numel()].copy_(old)
-    return larger
 
 
 class Pipeline:
@@ -78,10 +48,9 @@ class Pipeline:
     def __init__(self, config: ZenFlowConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        interval = config.select_interval
         self.clock = WindowClock(
             update_interval=config.update_interval,
-            select_interval=interval * config.steps_per_epoch if config.select_strategy == "epoch" else interval,
+            select_interval=config.select_interval_steps,
             full_warm_up_rounds=config.full_warm_up_rounds,
             overlap_step=config.overlap_step,
         )
@@ -102,63 +71,11 @@ class Pipeline:
         self.host_wait_seconds = 0.0
         self.stall = StallClock(device)
         self.selecting = StallClock(device)
-        self._uploaded: dict[str, tuple[object, Tensor]] = {}
+        self.grads: list[Tensor | None] = []  # of the step that runs, one a record
+        self._uploaded: dict[str, tuple[Hashable, Tensor]] = {}
         cuda = device.type == "cuda"
         self._copies = torch.cuda.Stream(device) if cuda else None
         self._copied = torch.cuda.Event() if cuda else None
-
-    # Layout
-
-    def lay_out(self, newcomers: Sequence[Newcomer], n_groups: int) -> None:
-        """Give parameters their place. Once training runs this waits until the worker is idle (a drain)."""
-        self.wait_for_worker()
-        for dtype in dict.fromkeys(newcomer.param.dtype for newcomer in newcomers):
-            same = [newcomer for newcomer in newcomers if newcomer.param.dtype == dtype]
-            deferred = [newcomer for newcomer in same if is_deferred(self.config, newcomer.param)]
-            storage = self._attach(dtype, deferred, n_groups) if deferred else None
-            number = {id(newcomer): len(deferred) - 1 - place for place, newcomer in enumerate(deferred)}
-            records = [
-                record_deferred(newcomer, len(self.records) + place, storage, number[id(newcomer)], self.config)
-                if id(newcomer) in number
-                else record_whole(newcomer, len(self.records) + place)
-                for place, newcomer in enumerate(same)
-            ]
-            if storage is not None:
-                storage.indices = _in_travel_order(records)
-                self._introduce(storage)
-            self.tables.append(Table([record.entry() for record in records], first=len(self.records)))
-            self.records += records
-        self.control = _grown(self.control, len(self.records), self.config.update_interval)
-        self.hyper_log = [row + row[-1:] * (n_groups - len(row)) for row in self.hyper_log]
-        self.present_log = [row + [False] * (len(self.records) - len(row)) for row in self.present_log]
-        total = sum(table.n_partials for table in self.tables)
-        self.partials = torch.zeros(total, dtype=torch.float64, device=self.device)
-
-    def _attach(self, dtype: torch.dtype, deferred: list[Newcomer], n_groups: int) -> SegmentStorage:
-        segment = new_segment(self.config, len(self.storages), dtype, deferred, n_groups)
-        storage = SegmentStorage(segment, self.device)
-        self.storages.append(storage)
-        return storage
-
-    def _introduce(self, storage: SegmentStorage) -> None:
-        """Fill a new segment's host side and tell the worker about it."""
-        storage.fill_host_from_weights()
-        if self.client is None:
-            self.client = self._start_worker()
-        self.client.attach(storage.segment, storage.memory)
-
-    def _start_worker(self) -> WorkerClient:
-        binding = self.config.core_binding
-        bind = self.device.type == "cuda" if binding == "auto" else binding
-        self.cores = plan_cores(self.config.pt_reserved_cores_perc, bind, self.config.worker_threads)
-        settings = WorkerSettings(deferred_lr_scale=self.config.deferred_lr_scale)
-        client = WorkerClient(settings=settings, cores=self.cores.worker_cores, threads=self.cores.worker_threads)
-        if bind:
-            self.cores.bind_trainer()
-            # More threads than cores would spin against each other in every host operation.
-            self.unbound_threads = torch.get_num_threads()
-            torch.set_num_threads(min(self.unbound_threads, len(self.cores.trainer_cores)))
-        return client
 
     # Phase 2
 
@@ -167,14 +84,17 @@ class Pipeline:
         if self.client is not None:
             self.client.check()
         adopt_outside_changes(self)
-        grads = [usable_gradient(record) for record in self.records]
+        self.grads = [usable_gradient(record) for record in self.records]
+        hyper_row = [group_hyper(group) for group in groups]
+        # From here on the step counts; what the caller could have got wrong has been refused.
         plan = self.clock.begin_step()
         self.highest_t += 1
-        self.hyper_log.append([group_hyper(group) for group in groups])
-        self.present_log.append([grad is not None for grad in grads])
+        # A group that came in mid-window had no gradients in its earlier steps; its scalars there are never read.
+        self.hyper_log = [row + hyper_row[len(row) :] for row in self.hyper_log] + [hyper_row]
+        self.present_log.append([grad is not None for grad in self.grads])
         hyper, bias = self._hyper_tables()
         self._wait_for_copies()
-        self._reduce(grads, plan.position, grad_scale, found_inf)
+        self._reduce(plan.position, grad_scale, found_inf)
         self._select_first(plan.step)
         if plan.ends_window:
             self.make_visible()
@@ -183,39 +103,48 @@ class Pipeline:
         if plan.ends_window:
             self._end_window(plan)
         self.clock.finish_step(plan)
+        self.grads = []
 
-    def _reduce(
-        self, grads: list[Tensor | None], position: int, grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
+    def _reduce(self, position: int, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Norm, finite check and clip coefficient over all parameters, and the bookkeeping that follows from them."""
         first = 0
         for table in self.tables:
-            table.bind(grads[table.first : table.first + len(table.entries)])
+            table.bind(self.grads[table.first : table.first + len(table.entries)])
             partial_norms(table, self.partials[first : first + table.n_partials])
             first += table.n_partials
         close_step(
-            self.control, self.partials, self._upload("present", tuple(self.present_log[-1]), torch.int32),
+            self.control, self.partials, self._present(),
             position=position, max_grad_norm=self.config.max_grad_norm,
             grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
 
+    def _present(self) -> Tensor:
+        """int32 `[params]`, 1 where the parameter has a gradient in this step."""
+        row = tuple(self.present_log[-1])
+        return self._upload("present", row, lambda: torch.tensor(row, dtype=torch.int32, device="cpu"))
+
     def _hyper_tables(self) -> tuple[Tensor, Tensor]:
         """This step's scalars fp32 `[groups, 8]` and bias corrections fp32 `[groups, length, 2]` on the device."""
-        rows = self.hyper_log[-1]
-        hyper = self._upload("hyper", tuple(tuple(pack_hyper(*row)) for row in rows), torch.float32)
-        tables = [bias_table(row[1], row[2], self.highest_t) for row in rows]
-        key = tuple((row[1], row[2], len(table)) for row, table in zip(rows, tables, strict=True))
-        if self._uploaded.get("bias", (None,))[0] != key:
-            stacked = torch.ones(len(tables), max(map(len, tables)), 2, dtype=torch.float32, device="cpu")
-            for place, table in enumerate(tables):
-                stacked[place, : len(table)] = torch.from_numpy(table.copy())
-            self._uploaded["bias"] = key, self._to_device(stacked)
-        return hyper, self._uploaded["bias"][1]
+        rows = tuple(self.hyper_log[-1])
+        tables = [bias_table(beta1, beta2, self.highest_t) for _, beta1, beta2, _, _ in rows]
 
-    def _upload(self, name: str, values: tuple, dtype: torch.dtype) -> Tensor:
-        """`values` as a device tensor; sent again only when they changed."""
-        if self._uploaded.get(name, (None,))[0] != values:
-            self._uploaded[name] = values, self._to_device(torch.tensor(values, dtype=dtype, device="cpu"))
+        def packed() -> Tensor:
+            return torch.tensor([pack_hyper(*row) for row in rows], dtype=torch.float32, device="cpu")
+
+        def stacked() -> Tensor:
+            # A table that is shorter than another has saturated: its factors stay 1.
+            factors = torch.ones(len(tables), max(map(len, tables)), 2, dtype=torch.float32, device="cpu")
+            for place, table in enumerate(tables):
+                factors[place, : len(table)] = torch.from_numpy(table.copy())
+            return factors
+
+        key = tuple((row[1], row[2], len(table)) for row, table in zip(rows, tables, strict=True))
+        return self._upload("hyper", rows, packed), self._upload("bias", key, stacked)
+
+    def _upload(self, name: str, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, on the device; made and sent again only when `key` has changed."""
+        if name not in self._uploaded or self._uploaded[name][0] != key:
+            self._uploaded[name] = key, self._to_device(make())
         return self._uploaded[name][1]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -227,8 +156,9 @@ class Pipeline:
 
     def _end_window(self, plan: StepPlan) -> None:
         self.send_window()
+        candidates = self._candidates() if plan.selects else []
         # The one question that the host asks the device, and only at a window end at which a selection is due.
-        selecting = plan.selects and bool(candidates := self._candidates()) and bool(self.control.finite.item())
+        selecting = bool(candidates) and bool(self.control.finite.item())
         if plan.synchronous or selecting:
             self.make_visible()
             self.write_selected()
@@ -287,14 +217,15 @@ class Pipeline:
                 self.counters["bytes_to_device"] += shadow.nbytes
         self.pending = []
 
-    def is_pending(self, record: ParamRecord) -> bool:
-        """Whether a result for this parameter has been sent for and is not visible yet."""
-        return any(storage is record.storage for storage, _, _ in self.pending)
+    def pending_storages(self) -> set[SegmentStorage]:
+        """Segments for which a result has been sent for and is not visible yet."""
+        return {storage for storage, _, _ in self.pending}
 
     def take_fingerprints(self, records: list[ParamRecord]) -> None:
         """While a result is on its way nothing else tells what is visible, should somebody change it."""
+        pending = self.pending_storages()
         for record in records:
-            if self.is_pending(record):
+            if record.storage in pending:
                 take_fingerprint(record)
 
     def write_selected(self) -> None:
@@ -326,7 +257,7 @@ class Pipeline:
 
     def _select_first(self, step: int) -> None:
         """Parameters that have no owners yet get them by their first finite gradient, before it is applied."""
-        fresh = [record for record in self.records if not record.owned and self._is_present(record)]
+        fresh = [record for record in self.records if not record.owned and self.grads[record.index] is not None]
         if fresh and self.control.finite.item():
             with self.selecting.section():
                 self.wait_for_worker()
@@ -336,14 +267,15 @@ class Pipeline:
 
     def _candidates(self) -> list[ParamRecord]:
         """Parameters whose owners a selection may change now: some channels selected, some deferred, and a gradient."""
-        return [record for record in self.records if record.storage and record.n_selected and self._is_present(record)]
-
-    def _is_present(self, record: ParamRecord) -> bool:
-        return record.param.requires_grad and record.param.grad is not None
+        return [
+            record
+            for record in self.records
+            if record.storage is not None and record.n_selected and self.grads[record.index] is not None
+        ]
 
     def _select(self, records: list[ParamRecord], step: int, ahead: int = 0) -> None:
         advances = self.control.advance.tolist()
-        chosen = choose_channels(records, self.config.importance)
+        chosen = choose_channels(records, [self.grads[record.index] for record in records], self.config.importance)
         moved = 0
         for record, selected in zip(records, chosen, strict=True):
             traffic = migrate(record, selected, advances[record.index] - ahead, self.config.on_reselect)

@@ -29,15 +29,15 @@ class Traffic:
     moved: int = 0
 
 
-def choose_channels(records: list[ParamRecord], importance: str) -> list[Tensor]:
-    """New owners by the gradient in `.grad`: for each record int64 indices, ascending, on the host.
+def choose_channels(records: list[ParamRecord], grads: list[Tensor], importance: str) -> list[Tensor]:
+    """New owners by each record's gradient: int64 indices, ascending, on the host.
 
     All scores and choices are queued before the first result is awaited.
     """
     chosen = []
-    for record in records:
-        gradient = record.param.grad.contiguous().view(record.weight.shape)
-        chosen.append(select_channels(channel_scores(gradient, record.kind, importance), record.n_selected))
+    for record, grad in zip(records, grads, strict=True):
+        scores = channel_scores(grad.view(record.weight.shape), record.kind, importance)
+        chosen.append(select_channels(scores, record.n_selected))
     return [index.cpu() for index in chosen]
 
 
@@ -79,10 +79,9 @@ class _Exchange:
         self.by_row = record.kind == "row"
         self.dim = 0 if self.by_row else 1
         self.cuda = record.weight.is_cuda
-        staging = record.storage.ring
-        self.staging = staging[: staging.numel() * staging.element_size() // 4 * 4 // staging.element_size()].view(
-            torch.float32
-        )
+        ring = record.storage.ring
+        # Whole fp32 numbers of the ring: it has an even number of elements, being aligned.
+        self.staging = ring.view(torch.float32)
 
     def leave(self, channels: Tensor, position: Tensor, step: Tensor, traffic: Traffic) -> None:
         """Compact state at `position` goes to the worker as its `channels`; `step` holds t by old position."""

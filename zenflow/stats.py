@@ -39,22 +39,22 @@ class StallClock:
     """Adds up the time between two points of the compute stream, without waiting for either."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device if device.type == "cuda" else None
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
 
     @contextmanager
     def section(self) -> Iterator[None]:
         """Count from the moment at which the device has done all that was queued, to the end of this block's work."""
-        if not self._cuda:
+        if self._device is None:
             start = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - start
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin.record(torch.cuda.current_stream(self._device))
         yield
-        end.record()
+        end.record(torch.cuda.current_stream(self._device))
         self._open.append((begin, end))
         while self._open and self._open[0][1].query():
             self._close_oldest()

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one call of `step()` does. Steps and windows are counted from 1, positions in a window from 0."""
+    """What one call of `step()` does. Steps are counted from 1, positions in a window from 0."""
 
     step: int
-    window: int
     position: int
     ends_window: bool
     synchronous: bool  # this window's result becomes visible in this very step (staleness 0)
@@ -57,7 +56,6 @@ class WindowClock:
         ends = warming_up or state.position + 1 >= self.update_interval
         return StepPlan(
             step=state.step,
-            window=state.window,
             position=state.position,
             ends_window=ends,
             synchronous=ends and (warming_up or not self.overlap_step),
@@ -77,6 +75,7 @@ class WindowClock:
         self.state.position = 0
 
     def selection_ran(self) -> None:
+        """A selection has been carried out: none is due until the next multiple of `select_interval`."""
         self.state.selection_due = False
 
     def state_dict(self) -> dict[str, int | bool]:
