@@ -1,0 +1,145 @@
+"""What is refused is refused whole: nothing has been counted, changed or lost, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.driving import Builder, Pair, assert_same_bits, feed, make_gradients, make_parameters
+
+SHAPES = [(6, 10), (5, 7), (3,)]
+SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 4, "select_interval": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("betas", (1.0, 0.999)),
+        ("betas", (0.9, float("nan"))),
+        ("lr", -0.1),
+        ("eps", float("inf")),
+        ("lr", float("nan")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_bad_setting_between_steps_is_refused_by_name(
+    name: str, value: Any, at: int, device: str, build: Builder
+) -> None:
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    for step, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 10), start=1):
+        if step == at:
+            feed(pair.parameters, grads)
+            group = pair.engine.param_groups[0]
+            good, group[name] = group[name], value
+            with pytest.raises(ValueError, match=name):
+                pair.engine.step()
+            group[name] = good
+        pair.step(grads)
+    pair.check_state()
+    assert pair.engine.stats().steps == 10
+
+
+def test_a_bad_gradient_is_refused_by_name_and_the_step_can_be_repeated(device: str, build: Builder) -> None:
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    for step, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 10), start=1):
+        if step in (2, 4):
+            feed(pair.parameters, grads)
+            pair.parameters[1].grad = torch.ones(SHAPES[1], dtype=torch.bfloat16, device=device).to_sparse()
+            with pytest.raises(ValueError, match="parameter 1 of group 0.*sparse"):
+                pair.engine.step()
+        pair.step(grads)
+    pair.check_state()
+
+
+@pytest.mark.parametrize("added_at", [1, 2, 3, 4])
+def test_a_group_may_come_in_mid_window_and_wait_for_its_gradients(added_at: int, device: str, build: Builder) -> None:
+    """Its first gradient comes two windows later; the others never notice."""
+    shapes, late = SHAPES, [(4, 6)]
+    pair = Pair(build, make_parameters(shapes, torch.bfloat16, device), **SETTINGS)
+    added = make_parameters(late, torch.bfloat16, device, seed=3)
+    before = added[0].detach().cpu().clone()
+    for step, grads in enumerate(make_gradients(shapes, torch.bfloat16, 12), start=1):
+        if step == added_at:
+            pair.engine.add_param_group({"params": added, "lr": 0.5})
+        if step == 11:
+            added[0].grad = torch.ones_like(added[0])
+        pair.step(grads)
+        if step < 11:
+            assert_same_bits(added[0], before)
+    pair.check_state()
+    state = pair.engine.channel_state(added[0])
+    assert state.selected.sum() == 2
+    assert state.step[state.selected].tolist() == [2, 2]  # steps 11 and 12: the gradient stays
+    assert state.step[~state.selected].tolist() == [1] * 4
+
+
+def trained(build: Builder, device: str, steps: int = 6) -> Pair:
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    for grads in make_gradients(SHAPES, torch.bfloat16, steps):
+        pair.step(grads)
+    return pair
+
+
+def test_a_group_without_gradients_gets_its_state_back(device: str, build: Builder) -> None:
+    """The state of a parameter that the new optimizer has not seen a gradient of is loaded, not forgotten."""
+    first = trained(build, device)
+    late = make_parameters([(4, 6)], torch.bfloat16, device, seed=3)
+    first.engine.add_param_group({"params": late})
+    late[0].grad = torch.ones_like(late[0])
+    first.engine.step()
+    expected = first.engine.channel_state(late[0])
+    again = make_parameters([*SHAPES, (4, 6)], torch.bfloat16, device, seed=8)
+    second = build(again[:-1], **SETTINGS)
+    second.add_param_group({"params": again[-1:]})
+    second.load_state_dict(first.engine.state_dict())
+    actual = second.channel_state(again[-1])
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+    assert actual.step.tolist() == expected.step.tolist()
+
+
+def drop(key: str) -> Callable[[dict], None]:
+    return lambda state: state["state"][0].pop(key)
+
+
+def put(key: str, value: Any, index: int = 0) -> Callable[[dict], None]:
+    return lambda state: state["state"][index].__setitem__(key, value)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "no step": (drop("step"), "step"),
+    "no master": (drop("master"), "master"),
+    "moment in half precision": (put("exp_avg", torch.zeros(6, 10, dtype=torch.bfloat16)), "exp_avg"),
+    "moment of another shape": (put("exp_avg_sq", torch.zeros(10, 6)), "exp_avg_sq"),
+    "steps of too few channels": (put("step", torch.zeros(9, dtype=torch.int64)), "step"),
+    "owners out of range": (put("selected", torch.tensor([1, 2, 10])), "selected"),
+    "an owner twice": (put("selected", torch.tensor([1, 2, 2])), "selected"),
+    "too many owners": (put("selected", torch.arange(4)), "selected"),
+    "no accumulator": (drop("accumulator"), "accumulator"),
+    "an entry is missing": (lambda state: state["state"].pop(1), "parameter 1 of group 0"),
+    "an entry too many": (lambda state: state["state"].update({7: state["state"][0]}), "7"),
+    "no clock": (lambda state: state["zenflow"].pop("clock"), "clock"),
+    "another version": (lambda state: state["zenflow"].update(format=99), "99"),
+    "another ratio": (lambda state: state["zenflow"]["config"].update(topk_ratio=0.5), "topk_ratio"),
+    "somebody else's": (lambda state: state.pop("zenflow"), "zenflow"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_before_anything_changes(damage: str, device: str, build: Builder) -> None:
+    pair = trained(build, device)
+    state = copy.deepcopy(pair.engine.state_dict())
+    hurt, named = DAMAGES[damage]
+    hurt(state)
+    state["param_groups"][0]["lr"] = 0.125
+    with pytest.raises(ValueError, match=named):
+        pair.engine.load_state_dict(state)
+    assert pair.engine.param_groups[0]["lr"] == SETTINGS["lr"]
+    for grads in make_gradients(SHAPES, torch.bfloat16, 6, seed=5):
+        pair.step(grads)
+    pair.check_state()
