@@ -27,8 +27,8 @@ def log_words(max_steps: int) -> int:
 class StepControl:
     """Device tensors that outlive the step; their addresses never change.
 
-    `window_log` int32 `[log_words(max_steps)]`: words 0 and 1 are the window's number (low, high), then four words a step
-    (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), and the last two words repeat the number.
+    `window_log` int32 `[log_words(max_steps)]`: the window's number (low word, high word), then four words a step
+    (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), then the number again.
     """
 
     window_log: Tensor

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_kernels.dispatch import FLOAT_DTYPES, on_device, tl, triton, uses_triton
+from zenflow_kernels.channels import check_matrix
+from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
 BLOCK_R, BLOCK_C = 4, 1024
 REFERENCE_ELEMENTS = 1 << 20  # that the reference widens to int64 at once
@@ -48,11 +49,7 @@ def row_fingerprints(weight: Tensor, slot: Tensor | None) -> Tensor:
 
     `slot` int32 `[cols]`: columns with a slot (>= 0) are selected and left out; None takes every column.
     """
-    if weight.dim() != 2 or weight.dtype not in FLOAT_DTYPES or not weight.is_contiguous():
-        raise ValueError(
-            f"weight must be contiguous [rows, cols] of {FLOAT_DTYPES}, got {tuple(weight.shape)} with strides "
-            f"{weight.stride()} of {weight.dtype}"
-        )
+    check_matrix("weight", weight)
     rows, cols = weight.shape
     if slot is not None and (slot.shape != (cols,) or slot.dtype != torch.int32):
         raise ValueError(f"slot must be torch.int32 [{cols}], got {tuple(slot.shape)} of {slot.dtype}")

@@ -13,12 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_kernels.dispatch import EXACT, FLOAT_DTYPES, on_device, tl, triton, uses_triton
+from zenflow_kernels.channels import channel_axis, check_matrix
+from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, uses_triton
 
-MEASURES = ("square", "magnitude")
+IMPORTANCES = ("square", "magnitude")
 RUN = 512  # elements of a channel that one program sums
 # Elements of a channel x channels, read at once; the second pair where the elements of a channel are neighbours.
 COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
+SUM_BLOCK = 256  # channels whose runs one program adds
 
 
 @triton.jit(do_not_specialize=["n_channel_blocks"])
@@ -56,56 +58,52 @@ def _add_runs_kernel(
     tl.store(scores_ptr + c, total, mask=c < channels)
 
 
-def channel_scores(x: Tensor, dim: str, measure: str) -> Tensor:
-    """fp32 `[channels]`: the score of each column or row (`dim`) of `x`, `[rows, cols]` of fp32, bf16 or fp16.
+def channel_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
+    """fp32 `[channels]`: the score of each column or row (`channel_dim`) of `x`, `[rows, cols]` of fp32, bf16 or fp16.
 
-    `x` is contiguous; `measure` is "square" or "magnitude". Raises ValueError for anything else.
+    `x` is contiguous; `importance` is "square" or "magnitude". Raises ValueError for anything else.
     """
-    if dim not in ("column", "row"):
-        raise ValueError(f'dim must be "column" or "row", got {dim!r}')
-    if measure not in MEASURES:
-        raise ValueError(f"measure must be one of {MEASURES}, got {measure!r}")
-    if x.dim() != 2 or x.dtype not in FLOAT_DTYPES or not x.is_contiguous():
-        raise ValueError(
-            f"x must be contiguous [rows, cols] of {FLOAT_DTYPES}, got {tuple(x.shape)} with strides {x.stride()} of "
-            f"{x.dtype}"
-        )
+    axis = channel_axis(channel_dim)
+    if importance not in IMPORTANCES:
+        raise ValueError(f"importance must be one of {IMPORTANCES}, got {importance!r}")
+    check_matrix("x", x)
     if x.numel() == 0:
-        return x.new_zeros(x.shape[1 if dim == "column" else 0], dtype=torch.float32)
+        return x.new_zeros(x.shape[axis], dtype=torch.float32)
     if not uses_triton(x):
-        return channel_scores_reference(x, dim, measure)
+        return channel_scores_reference(x, channel_dim, importance)
     with on_device(x):
-        return _launch_scores(x, dim, measure)
+        return _launch_scores(x, channel_dim, importance)
 
 
-def _launch_scores(x: Tensor, dim: str, measure: str) -> Tensor:
-    axis, (block_l, block_c) = (0, COLUMN_BLOCK) if dim == "column" else (1, ROW_BLOCK)
-    length, channels = x.shape[axis], x.shape[1 - axis]
+def _launch_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
+    axis = channel_axis(channel_dim)
+    block_l, block_c = COLUMN_BLOCK if channel_dim == "column" else ROW_BLOCK
+    length, channels = x.shape[1 - axis], x.shape[axis]
     n_runs, channel_blocks = -(-length // RUN), -(-channels // block_c)
     runs = x.new_empty((n_runs, channels), dtype=torch.float32)
     _runs_kernel[(n_runs * channel_blocks,)](
         x,
         runs,
-        length, channels, x.stride(axis), x.stride(1 - axis), channel_blocks,
-        SQUARE=measure == "square", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
+        length, channels, x.stride(1 - axis), x.stride(axis), channel_blocks,
+        SQUARE=importance == "square", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
         **EXACT,
     )  # fmt: skip
     if n_runs == 1:
         return runs[0]
     scores = x.new_empty(channels, dtype=torch.float32)
-    _add_runs_kernel[(-(-channels // 256),)](
+    _add_runs_kernel[(-(-channels // SUM_BLOCK),)](
         runs,
         scores,
         n_runs, channels,
-        BLOCK_C=256,
+        BLOCK_C=SUM_BLOCK,
         **EXACT,
     )  # fmt: skip
     return scores
 
 
-def channel_scores_reference(x: Tensor, dim: str, measure: str) -> Tensor:
+def channel_scores_reference(x: Tensor, channel_dim: str, importance: str) -> Tensor:
     """The same scores by torch: runs of `RUN` elements, then their sum; the order inside a run is torch's."""
     values = x.float()
-    values = values * values if measure == "square" else values.abs()
-    axis = 0 if dim == "column" else 1
-    return torch.stack([run.sum(axis) for run in values.split(RUN, axis)]).sum(0)
+    values = values * values if importance == "square" else values.abs()
+    along = 1 - channel_axis(channel_dim)
+    return torch.stack([run.sum(along) for run in values.split(RUN, along)]).sum(0)

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from zenflow_kernels.channels import (
+    channel_axis,
+    check_channels,
+    check_index,
+    compact_shape,
+    compact_tile,
+    launch_compact,
+)
 from zenflow_kernels.dispatch import tl, triton, uses_triton
-from zenflow_kernels.gather import check_channels, check_index, compact_tile, launch_compact
 
 
 @triton.jit(do_not_specialize=["rows", "n_col_tiles"])
@@ -25,16 +32,15 @@ def _scatter_kernel(
     tl.store(x_ptr + offs_x, tl.load(values_ptr + offs_values, mask=mask, other=0.0), mask=mask)
 
 
-def scatter_channels_(x: Tensor, index: Tensor, values: Tensor, dim: str, *, validate: bool = True) -> Tensor:
+def scatter_channels_(x: Tensor, index: Tensor, values: Tensor, channel_dim: str, *, validate: bool = True) -> Tensor:
     """Write `values` over the channels `index` (int64 `[n]`) of `x` (`[rows, cols]`, contiguous), and return `x`.
 
-    `values` has x's dtype and is contiguous: `[rows, n]` for `dim` "column", `[n, cols]` for "row". Raises ValueError
-    for a wrong shape, dtype or layout, for an index out of range and for a repeated one; `validate=False` leaves out
-    the last two checks, which wait for the device.
+    `values` has x's dtype and is contiguous: `[rows, n]` for `channel_dim` "column", `[n, cols]` for "row". Raises
+    ValueError for a wrong shape, dtype or layout, for an index out of range and for a repeated one; `validate=False`
+    leaves out the last two checks, which wait for the device.
     """
-    check_channels(x, index, dim)
-    n = index.numel()
-    shape = (x.shape[0], n) if dim == "column" else (n, x.shape[1])
+    check_channels(x, index, channel_dim)
+    shape = compact_shape(x, index.numel(), channel_dim)
     good = tuple(values.shape) == shape and values.dtype == x.dtype and values.device == x.device
     if not good or not values.is_contiguous():
         raise ValueError(
@@ -42,13 +48,13 @@ def scatter_channels_(x: Tensor, index: Tensor, values: Tensor, dim: str, *, val
             f"{values.stride()} of {values.dtype} on {values.device}"
         )
     if validate:
-        check_index(x, index, dim, unique=True)
+        check_index(x, index, channel_dim, unique=True)
     if uses_triton(x):
-        launch_compact(_scatter_kernel, x, index, values, dim)
+        launch_compact(_scatter_kernel, x, index, values, channel_dim)
         return x
-    return scatter_channels_reference_(x, index, values, dim)
+    return scatter_channels_reference_(x, index, values, channel_dim)
 
 
-def scatter_channels_reference_(x: Tensor, index: Tensor, values: Tensor, dim: str) -> Tensor:
+def scatter_channels_reference_(x: Tensor, index: Tensor, values: Tensor, channel_dim: str) -> Tensor:
     """The same copy by torch."""
-    return x.index_copy_(1 if dim == "column" else 0, index, values)
+    return x.index_copy_(channel_axis(channel_dim), index, values)

@@ -9,11 +9,11 @@ from zenflow_kernels.scatter import scatter_channels_, scatter_channels_referenc
 from tests.kernels.building import Padded, bits, values
 
 SHAPES = [(1, 1), (5, 3), (3, 700), (29, 257)]
-DIMS = ("column", "row")
+CHANNEL_DIMS = ("column", "row")
 
 
-def channels(shape: tuple[int, int], dim: str) -> int:
-    return shape[1 if dim == "column" else 0]
+def channels(shape: tuple[int, int], channel_dim: str) -> int:
+    return shape[1 if channel_dim == "column" else 0]
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -24,77 +24,77 @@ def matrix(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     return x
 
 
-def picks(shape: tuple[int, int], dim: str, share: float) -> torch.Tensor:
-    count = channels(shape, dim)
+def picks(shape: tuple[int, int], channel_dim: str, share: float) -> torch.Tensor:
+    count = channels(shape, channel_dim)
     gen = torch.Generator().manual_seed(count)
     return torch.randperm(count, generator=gen)[: round(share * count)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_gather_copies_bits(shape, dim, share, device, dtype, poisoned):
+def test_gather_copies_bits(shape, channel_dim, share, device, dtype, poisoned):
     pad = Padded(device)
-    x, index = matrix(shape, dtype), picks(shape, dim, share)
-    got = gather_channels(pad.hold(x, shift=1), pad.hold(index), dim)
-    assert got.is_contiguous() and torch.equal(bits(got), bits(gather_channels_reference(x, index, dim)))
+    x, index = matrix(shape, dtype), picks(shape, channel_dim, share)
+    got = gather_channels(pad.hold(x, shift=1), pad.hold(index), channel_dim)
+    assert got.is_contiguous() and torch.equal(bits(got), bits(gather_channels_reference(x, index, channel_dim)))
     pad.check()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_scatter_copies_bits_and_touches_nothing_else(shape, dim, share, device, dtype):
+def test_scatter_copies_bits_and_touches_nothing_else(shape, channel_dim, share, device, dtype):
     pad = Padded(device)
-    x, index = matrix(shape, dtype), picks(shape, dim, share)
-    compact = (shape[0], index.numel()) if dim == "column" else (index.numel(), shape[1])
+    x, index = matrix(shape, dtype), picks(shape, channel_dim, share)
+    compact = (shape[0], index.numel()) if channel_dim == "column" else (index.numel(), shape[1])
     new = matrix(compact, dtype, seed=1)
     held = pad.hold(x)
-    assert scatter_channels_(held, pad.hold(index), pad.hold(new, shift=1), dim) is held
-    assert torch.equal(bits(held), bits(scatter_channels_reference_(x.clone(), index, new, dim)))
+    assert scatter_channels_(held, pad.hold(index), pad.hold(new, shift=1), channel_dim) is held
+    assert torch.equal(bits(held), bits(scatter_channels_reference_(x.clone(), index, new, channel_dim)))
     pad.check()
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_scatter_undoes_gather(dim, device, dtype):
-    x, index = matrix((17, 19), dtype).to(device), picks((17, 19), dim, 0.5).to(device)
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
+def test_scatter_undoes_gather(channel_dim, device, dtype):
+    x, index = matrix((17, 19), dtype).to(device), picks((17, 19), channel_dim, 0.5).to(device)
     changed = x.clone()
-    part = gather_channels(x, index, dim)
-    scatter_channels_(changed, index, torch.zeros_like(part), dim)
+    part = gather_channels(x, index, channel_dim)
+    scatter_channels_(changed, index, torch.zeros_like(part), channel_dim)
     assert not torch.equal(bits(changed), bits(x))
-    assert torch.equal(bits(scatter_channels_(changed, index, part, dim)), bits(x))
+    assert torch.equal(bits(scatter_channels_(changed, index, part, channel_dim)), bits(x))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (7, 5)], ids=str)
-@pytest.mark.parametrize("dim", DIMS)
-def test_nothing_to_copy_launches_nothing(shape, dim, device, dtype, monkeypatch):
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
+def test_nothing_to_copy_launches_nothing(shape, channel_dim, device, dtype, monkeypatch):
     monkeypatch.setattr(gather, "_gather_kernel", None)
     monkeypatch.setattr(scatter, "_scatter_kernel", None)
     x, index = torch.zeros(shape, dtype=dtype, device=device), torch.empty(0, dtype=torch.int64, device=device)
-    compact = (shape[0], 0) if dim == "column" else (0, shape[1])
-    part = gather_channels(x, index, dim)
+    compact = (shape[0], 0) if channel_dim == "column" else (0, shape[1])
+    part = gather_channels(x, index, channel_dim)
     assert part.shape == compact and part.dtype == dtype
-    assert scatter_channels_(x, index, part, dim) is x
+    assert scatter_channels_(x, index, part, channel_dim) is x
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
 @pytest.mark.parametrize("bad", [[-1, 2], [0, 6], [2**40]], ids=str)
-def test_an_index_out_of_range_is_refused(dim, bad, device):
+def test_an_index_out_of_range_is_refused(channel_dim, bad, device):
     x, index = torch.zeros(6, 6, device=device), torch.tensor(bad, device=device)
-    part = torch.zeros((6, len(bad)) if dim == "column" else (len(bad), 6), device=device)
+    part = torch.zeros((6, len(bad)) if channel_dim == "column" else (len(bad), 6), device=device)
     with pytest.raises(ValueError, match=str(max(bad) if max(bad) > 5 else min(bad))):
-        gather_channels(x, index, dim)
+        gather_channels(x, index, channel_dim)
     with pytest.raises(ValueError, match=r"\[0, 6\)"):
-        scatter_channels_(x, index, part, dim)
+        scatter_channels_(x, index, part, channel_dim)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_repeated_index_is_read_but_not_written(dim, device):
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
+def test_a_repeated_index_is_read_but_not_written(channel_dim, device):
     x, index = torch.randn(6, 6, device=device), torch.tensor([2, 4, 2], device=device)
-    part = gather_channels(x, index, dim)
-    assert torch.equal(part.cpu(), x.cpu().index_select(1 if dim == "column" else 0, index.cpu()))
+    part = gather_channels(x, index, channel_dim)
+    assert torch.equal(part.cpu(), x.cpu().index_select(1 if channel_dim == "column" else 0, index.cpu()))
     with pytest.raises(ValueError, match="2 more than once"):
-        scatter_channels_(x, index, part, dim)
+        scatter_channels_(x, index, part, channel_dim)
 
 
 def test_wrong_arguments_are_refused_by_value():
@@ -112,28 +112,28 @@ def test_wrong_arguments_are_refused_by_value():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", DIMS)
-def test_the_last_rows_of_a_large_matrix(dim):
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
+def test_the_last_rows_of_a_large_matrix(channel_dim):
     """D4: 2**31 + 2048 elements; the last rows, and every row in the last columns."""
     rows, cols = 2**20 + 1, 2048
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
-    index = torch.tensor([cols - 1, 0, 77] if dim == "column" else [rows - 1, 3, rows - 2], device="cuda")
-    part = gather_channels(x, index, dim)
-    assert torch.equal(part, x[:, index] if dim == "column" else x[index])
+    index = torch.tensor([cols - 1, 0, 77] if channel_dim == "column" else [rows - 1, 3, rows - 2], device="cuda")
+    part = gather_channels(x, index, channel_dim)
+    assert torch.equal(part, x[:, index] if channel_dim == "column" else x[index])
     total = x.float().sum(dtype=torch.float64)
-    scatter_channels_(x, index, torch.zeros_like(part), dim)
-    assert gather_channels(x, index, dim).count_nonzero().item() == 0
+    scatter_channels_(x, index, torch.zeros_like(part), channel_dim)
+    assert gather_channels(x, index, channel_dim).count_nonzero().item() == 0
     left = x.float().sum(dtype=torch.float64)
     assert abs((total - part.double().sum() - left).item()) < 1e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", DIMS)
-def test_compact_matrices_beyond_int32(dim):
+@pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
+def test_compact_matrices_beyond_int32(channel_dim):
     """C8: gather and scatter of every channel of 2**31 + 8 elements."""
     shape = (2**28 + 1, 8)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-    index = torch.arange(channels(shape, dim), device="cuda")
-    copy = gather_channels(x, index, dim)
+    index = torch.arange(channels(shape, channel_dim), device="cuda")
+    copy = gather_channels(x, index, channel_dim)
     assert torch.equal(copy, x)
-    assert torch.equal(scatter_channels_(torch.zeros_like(x), index, copy, dim), x)
+    assert torch.equal(scatter_channels_(torch.zeros_like(x), index, copy, channel_dim), x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from zenflow_kernels import topk
-from zenflow_kernels.importance import MEASURES, channel_scores, channel_scores_reference
+from zenflow_kernels.importance import IMPORTANCES, channel_scores, channel_scores_reference
 from zenflow_kernels.topk import select_channels, select_channels_reference
 
 from tests.kernels.building import Padded, bits, values
@@ -14,11 +14,11 @@ SHAPES = [(1, 1), (1, 3), (513, 7), (7, 1000), (2, 1025), (1025, 2)]
 NAN, INF = float("nan"), float("inf")
 
 
-def assert_scores(got: torch.Tensor, x: torch.Tensor, dim: str, measure: str) -> None:
+def assert_scores(got: torch.Tensor, x: torch.Tensor, channel_dim: str, importance: str) -> None:
     """Against float64; terms are positive, so fp32 sums of n terms are within about log2(n) + 1 roundings."""
     exact = x.double().cpu()
-    exact = exact.square() if measure == "square" else exact.abs()
-    exact = exact.sum(0 if dim == "column" else 1)
+    exact = exact.square() if importance == "square" else exact.abs()
+    exact = exact.sum(0 if channel_dim == "column" else 1)
     error = (got.double().cpu() - exact) / exact.clamp(min=1e-30)
     assert got.dtype == torch.float32 and got.shape == exact.shape
     assert error.abs().max() < 4e-6
@@ -26,42 +26,42 @@ def assert_scores(got: torch.Tensor, x: torch.Tensor, dim: str, measure: str) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dim", ["column", "row"])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_scores_inside_poisoned_memory(shape, dim, measure, device, dtype, poisoned):
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+@pytest.mark.parametrize("importance", IMPORTANCES)
+def test_scores_inside_poisoned_memory(shape, channel_dim, importance, device, dtype, poisoned):
     pad = Padded(device)
     x = pad.hold(values(shape, torch.Generator().manual_seed(3), spread=1.0).to(dtype), shift=1)
-    scores = channel_scores(x, dim, measure)
-    assert_scores(scores, x, dim, measure)
-    assert_scores(channel_scores_reference(x, dim, measure), x, dim, measure)
-    assert torch.equal(bits(channel_scores(x, dim, measure)), bits(scores))
+    scores = channel_scores(x, channel_dim, importance)
+    assert_scores(scores, x, channel_dim, importance)
+    assert_scores(channel_scores_reference(x, channel_dim, importance), x, channel_dim, importance)
+    assert torch.equal(bits(channel_scores(x, channel_dim, importance)), bits(scores))
     pad.check()
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("dim", ["column", "row"])
-def test_an_empty_matrix_scores_zero(shape, dim, device):
-    scores = channel_scores(torch.empty(shape, device=device), dim, "square")
-    assert scores.tolist() == [0.0] * shape[1 if dim == "column" else 0]
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_an_empty_matrix_scores_zero(shape, channel_dim, device):
+    scores = channel_scores(torch.empty(shape, device=device), channel_dim, "square")
+    assert scores.tolist() == [0.0] * shape[1 if channel_dim == "column" else 0]
 
 
-@pytest.mark.parametrize("dim", ["column", "row"])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_non_finite_channels_are_never_important(dim, measure, device, dtype):
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+@pytest.mark.parametrize("importance", IMPORTANCES)
+def test_non_finite_channels_are_never_important(channel_dim, importance, device, dtype):
     x = torch.full((9, 9), 0.5, dtype=dtype)
     for channel, value in [(0, NAN), (3, -NAN), (4, INF), (8, -INF)]:
-        x[(5, channel) if dim == "column" else (channel, 5)] = value
-    scores = channel_scores(x.to(device), dim, measure)
+        x[(5, channel) if channel_dim == "column" else (channel, 5)] = value
+    scores = channel_scores(x.to(device), channel_dim, importance)
     assert torch.isfinite(scores).tolist() == [channel not in (0, 3, 4, 8) for channel in range(9)]
     assert select_channels(scores, 5).tolist() == [1, 2, 5, 6, 7]
 
 
 def test_a_convolution_picks_what_its_matrix_picks(device):
     weight = torch.randn(8, 4, 5, 3, generator=torch.Generator().manual_seed(0)).to(device)
-    for dim, n in (("column", 6), ("row", 1)):
-        from_conv = select_channels(channel_scores(weight.flatten(1), dim, "square"), n)
-        from_matrix = select_channels(channel_scores(weight.clone().view(8, 60), dim, "square"), n)
-        sums = weight.double().square().view(8, 60).sum(0 if dim == "column" else 1)
+    for channel_dim, n in (("column", 6), ("row", 1)):
+        from_conv = select_channels(channel_scores(weight.flatten(1), channel_dim, "square"), n)
+        from_matrix = select_channels(channel_scores(weight.clone().view(8, 60), channel_dim, "square"), n)
+        sums = weight.double().square().view(8, 60).sum(0 if channel_dim == "column" else 1)
         assert torch.equal(from_conv, from_matrix)
         assert torch.equal(from_conv, sums.topk(n).indices.sort().values)
 
@@ -71,7 +71,7 @@ def test_scores_do_not_depend_on_threads():
     threads, results = torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
-        results.append(torch.cat([bits(channel_scores(x, dim, "square")) for dim in ("column", "row")]))
+        results.append(torch.cat([bits(channel_scores(x, channel_dim, "square")) for channel_dim in ("column", "row")]))
     torch.set_num_threads(threads)
     assert torch.equal(*results)
 
@@ -143,20 +143,20 @@ def test_wrong_arguments_are_refused_by_value():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1536, 8960), (8960, 1536), (151_936, 1536), (5, 200_003)], ids=str)
-@pytest.mark.parametrize("dim", ["column", "row"])
-def test_large_scores_on_the_gpu(shape, dim, dtype, poisoned):
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_large_scores_on_the_gpu(shape, channel_dim, dtype, poisoned):
     x = torch.randn(shape, device="cuda").to(dtype)
-    for measure in MEASURES:
-        scores = channel_scores(x, dim, measure)
-        assert_scores(scores, x, dim, measure)
-        assert torch.equal(bits(channel_scores(x, dim, measure)), bits(scores))
+    for importance in IMPORTANCES:
+        scores = channel_scores(x, channel_dim, importance)
+        assert_scores(scores, x, channel_dim, importance)
+        assert torch.equal(bits(channel_scores(x, channel_dim, importance)), bits(scores))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", ["column", "row"])
-def test_scores_beyond_int32(dim):
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_scores_beyond_int32(channel_dim):
     """C8: 2**31 + 2049 elements; the last row and column count."""
     x = torch.zeros(2**20 + 1, 2049, dtype=torch.bfloat16, device="cuda")
     x[-1, -1] = 3.0
-    scores = channel_scores(x, dim, "square")
+    scores = channel_scores(x, channel_dim, "square")
     assert scores[-1].item() == 9.0 and scores.count_nonzero().item() == 1
