@@ -22,9 +22,10 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import torch
 from torch import Tensor
+from zenflow_kernels.close_step import close_step
 from zenflow_kernels.control import StepControl
 from zenflow_kernels.fused_step import fused_step, write_masters
-from zenflow_kernels.norm import close_step, partial_norms
+from zenflow_kernels.norm import partial_norms
 from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Table
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from zenflow_kernels.close_step import close_step, close_step_reference
 from zenflow_kernels.control import StepControl, log_words
-from zenflow_kernels.norm import close_step, close_step_reference, partial_norms, partial_norms_reference
+from zenflow_kernels.norm import partial_norms, partial_norms_reference
 from zenflow_kernels.table import Entry, Table
 
 from tests.kernels.building import Spec, bits, make_world
