@@ -13,10 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 
-def saturation(beta1: float, beta2: float) -> int:
-    """The smallest t from which both factors are 1 in fp32 (beta**t < 2**-26)."""
-    longest = max(beta1, beta2)
-    return 1 if longest <= 0 else math.ceil(-26 * math.log(2) / math.log(longest)) + 1
+def saturation(beta: float) -> int:
+    """The smallest t from which the factor is 1 in fp32 (`beta**t < 2**-26`)."""
+    return 1 if beta <= 0 else math.ceil(-26 * math.log(2) / math.log(beta)) + 1
 
 
 def bias_table(beta1: float, beta2: float, highest_step: int) -> np.ndarray:
@@ -26,15 +25,20 @@ def bias_table(beta1: float, beta2: float, highest_step: int) -> np.ndarray:
     the table ends early where it saturates. Read-only, shared between calls.
     """
     bound = 1 << max(8, int(highest_step).bit_length())
-    return _table(beta1, beta2, min(bound, saturation(beta1, beta2)) + 1)
+    return _table(beta1, beta2, min(bound, max(saturation(beta1), saturation(beta2))) + 1)
 
 
 @lru_cache(maxsize=16)
 def _table(beta1: float, beta2: float, length: int) -> np.ndarray:
-    steps = range(1, length)
-    table = np.ones((length, 2), dtype=np.float64)
-    table[1:, 0] = [1 / (1 - beta1**t) for t in steps]
-    table[1:, 1] = [1 / math.sqrt(1 - beta2**t) for t in steps]
-    table = table.astype(np.float32)
+    table = np.ones((length, 2), dtype=np.float32)
+    for column, factors in enumerate((_factors(beta1, False, length), _factors(beta2, True, length))):
+        table[1 : 1 + len(factors), column] = factors
     table.setflags(write=False)
     return table
+
+
+@lru_cache(maxsize=16)
+def _factors(beta: float, root: bool, length: int) -> np.ndarray:
+    """One beta's factors for t = 1, 2, ... up to where they are 1: a schedule that moves one beta keeps the other's."""
+    corrections = (1 - beta**t for t in range(1, min(length, saturation(beta) + 1)))
+    return np.array([1 / (math.sqrt(c) if root else c) for c in corrections], dtype=np.float64).astype(np.float32)
