@@ -11,19 +11,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from zenflow import native
 from zenflow.geometry import Segment
 from zenflow.ring import Header, SegmentMemory, WorkerSettings
-
-__all__ = ["WorkerClient", "WorkerError", "WorkerSettings"]
 
 SPIN_SECONDS = 100e-6
 POLL_SECONDS = 50e-6
 LIVENESS_SECONDS = 20e-3
+# The worker beats when it is idle and after each piece: at most one bucket, or one row, in one pass over memory.
+SILENCE_SECONDS = 60.0
 STOP_SECONDS = 5.0
 END_SECONDS = 1.0
 TAIL_BYTES = 8192
@@ -40,6 +41,7 @@ class WorkerClient:
     """
 
     def __init__(self, *, settings: WorkerSettings, cores: Sequence[int], threads: int) -> None:
+        native.load()  # refuses a machine that cannot do without the compiled pass, before a process is started
         self.header = Header.create()
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
@@ -62,12 +64,8 @@ class WorkerClient:
 
     @property
     def worker_pid(self) -> int:
+        """The process's id; it stays after the end."""
         return self._process.pid
-
-    @property
-    def done(self) -> int:
-        """Slots fully processed."""
-        return self.header.done
 
     @property
     def busy_seconds(self) -> float:
@@ -76,6 +74,7 @@ class WorkerClient:
 
     @property
     def closed(self) -> bool:
+        """Whether `close()` has run."""
         return not self._stop.alive
 
     def attach(self, segment: Segment, memory: SegmentMemory) -> None:
@@ -92,16 +91,31 @@ class WorkerClient:
             raise self._failure() from error
         assert answer == ("attached", segment.index), answer
 
-    def wait_done(self, seq: int) -> float:
-        """Wait until the slot `seq` is processed; seconds waited. WorkerError within a second of the worker's end."""
+    def wait_done(self, seq: int, check: Callable[[], None] | None = None) -> float:
+        """Wait until the slot `seq` is processed; seconds waited.
+
+        check: called with every look at the worker, raises when the slot can no longer arrive. WorkerError within a
+        second of the worker's end, and after SILENCE_SECONDS in which a living one has shown no sign of life.
+        """
         if self.header.done >= seq:
             return 0.0
         started = now = time.perf_counter()
         next_check = started + LIVENESS_SECONDS
+        beat, silent = self.header.heartbeat, 0
         while self.header.done < seq:
             now = time.perf_counter()
             if now > next_check:
                 self.check()
+                if check is not None:
+                    check()
+                last, beat = beat, self.header.heartbeat
+                # Counted in looks, not by the clock: where both processes were suspended, nobody was silent.
+                silent = silent + 1 if beat == last else 0
+                if silent * LIVENESS_SECONDS > SILENCE_SECONDS:
+                    raise WorkerError(
+                        f"the CPU optimizer's process (pid {self.worker_pid}) has shown no sign of life for "
+                        f"{SILENCE_SECONDS:g} seconds: it is stopped or stuck"
+                    )
                 next_check = now + LIVENESS_SECONDS
             if now - started > SPIN_SECONDS:
                 time.sleep(POLL_SECONDS)
