@@ -8,11 +8,15 @@ update with the mean gradient; t += 1; the learning rate of the last counted ste
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zenflow.bias import bias_table
 from zenflow.native import Native
+
+if TYPE_CHECKING:  # imported where the compiled pass is missing only
+    from torch import Tensor
 
 NARROW, WIDE = 256, 2048  # columns: shorter rows are joined until a run is as long as the second
 
@@ -35,19 +39,19 @@ def plan_update(hyper: np.ndarray, channel_step: np.ndarray, lr_scale: str | flo
     hyper: float64 `[n, 5]`, n >= 1, the counted steps' lr, beta1, beta2, eps, weight decay; channel_step: int32, the
     updates that each channel has received so far; lr_scale: "linear", "none" or a factor.
     """
-    n = len(hyper)
-    lr, beta1, beta2, eps, weight_decay = (float(value) for value in hyper[-1])
+    n, steps = len(hyper), hyper.tolist()
+    lr, beta1, beta2, eps, weight_decay = steps[-1]
     decay = 1 - lr * weight_decay
     if lr_scale == "linear":
         lr *= n
         decay = 1.0
-        for step in hyper:
-            decay *= 1 - float(step[0]) * float(step[4])
+        for step in steps:
+            decay *= 1 - step[0] * step[4]
     elif lr_scale != "none":
         lr *= float(lr_scale)
     t = channel_step.astype(np.int64) + 1
     table = bias_table(beta1, beta2, int(t.max(initial=1)))
-    factors = table[np.minimum(t, len(table) - 1)]
+    factors = table.take(t, axis=0, mode="clip")
     constants = np.array([beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, n], dtype=np.float64).astype(np.float32)
     return Update(np.float32(lr) * factors[:, 0], factors[:, 1].copy(), constants)
 
@@ -135,7 +139,7 @@ def _update_in_torch(
             _round(cut[0], out[piece])
 
 
-def _round(master, out) -> None:  # torch tensors; torch is imported only where the compiled pass is missing
+def _round(master: Tensor, out: Tensor) -> None:
     """Round to nearest even; one NaN for all, because torch's vector and scalar code write different ones."""
     out.copy_(master)
     out[out != out] = float("nan")

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from zenflow import native
-from zenflow.cpu_pass import plan_update, refresh, update_piece
-from zenflow.geometry import Piece, Segment
+from zenflow.cpu_pass import Update, plan_update, refresh, update_piece
+from zenflow.geometry import Matrix, Piece, Segment
 from zenflow.ring import Header, SegmentMemory, Slot, TornSlotError, WorkerSettings
 
 SPIN_NS = 200_000
@@ -32,7 +32,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """The loop: slots when they are ready, else messages, else sleep."""
+    """The loop: slots when they are ready, else messages, else sleep.
+
+    control: the socket of messages and descriptors; header: the counters that the trainer reads; parent: the trainer's
+    id. connection: messages of `control`; settings, threads: as the trainer has sent them; library: the compiled pass,
+    if there is one; position: in `route`, the slot that is due; done: slots processed; running: false ends the loop.
+    """
 
     def __init__(self, control: socket.socket, header: Header, parent: int) -> None:
         self.control, self.header, self.parent = control, header, parent
@@ -46,6 +51,7 @@ class Worker:
         self.running = True
 
     def run(self) -> None:
+        """Until the trainer says stop or is gone."""
         idle_since = time.monotonic_ns()
         while self.running:
             if self.route and self._arrived():
@@ -81,39 +87,46 @@ class Worker:
         started = time.perf_counter_ns()
         memory, bucket = self.route[self.position]
         slot = memory.read_slot(bucket, self.done + 1)
-        for piece in memory.segment.buckets[bucket].pieces:
-            self._update(memory, slot, piece)
+        pieces = memory.segment.buckets[bucket].pieces
+        # All plans before the first pass: a pass leaves nothing of the interpreter in the caches, and its threads wait.
+        plans = [self._plan(memory, slot, piece) for piece in pieces]
+        for piece, plan in zip(pieces, plans, strict=True):
+            self._update(memory, piece, plan)
+            self.header.beat()
         self.done += 1
         self.last[self.position] = self.done
         self.position = (self.position + 1) % len(self.route)
-        self.header.beat()
         self.header.finish(self.done, time.perf_counter_ns() - started)
 
-    def _update(self, memory: SegmentMemory, slot: Slot, piece: Piece) -> None:
+    def _plan(self, memory: SegmentMemory, slot: Slot, piece: Piece) -> Update | None:
+        """The piece's update, None if no step was counted for its matrix."""
+        matrix = memory.segment.matrices[piece.matrix]
+        counted = slot.counted[:, piece.matrix]
+        if not counted.any():
+            return None
+        steps = _channel_steps(memory, matrix)
+        if matrix.channel_dim == "row":
+            steps = steps[piece.row_start : piece.row_stop]
+        return plan_update(slot.hyper[counted, matrix.group], steps, self.settings.deferred_lr_scale)
+
+    def _update(self, memory: SegmentMemory, piece: Piece, plan: Update | None) -> None:
         segment = memory.segment
         matrix = segment.matrices[piece.matrix]
-        by_column = matrix.channel_dim == "column"
         rows, cols = piece.row_stop - piece.row_start, matrix.cols
         span = slice(piece.offset, piece.offset + rows * cols)
         master, shadow = memory.master[span], None if memory.shadow is None else memory.shadow[span]
         out_dtype = None if shadow is None else segment.weight_dtype
-        counted = slot.counted[:, piece.matrix]
-        if not counted.any():
+        if plan is None:
             refresh(master, shadow, out_dtype, self.threads, self.library)
             return
-        steps = memory.channel_step[matrix.step_offset : matrix.step_offset + matrix.channels]
-        hyper = slot.hyper[counted, matrix.group]
-        update = plan_update(
-            hyper, steps if by_column else steps[piece.row_start : piece.row_stop], self.settings.deferred_lr_scale
-        )
         update_piece(
-            master, memory.exp_avg[span], memory.exp_avg_sq[span], _gradient(memory)[span], shadow, update,
-            rows=rows, cols=cols, by_column=by_column,
+            master, memory.exp_avg[span], memory.exp_avg_sq[span], _gradient(memory)[span], shadow, plan,
+            rows=rows, cols=cols, by_column=matrix.channel_dim == "column",
             out_dtype=out_dtype, threads=self.threads, library=self.library,
         )  # fmt: skip
         if piece.last:
-            # Earlier pieces of the matrix, in this bucket or another, have read the old count.
-            steps += 1
+            # Every piece of the matrix, in this bucket or an earlier one, has its plan from the old count.
+            _channel_steps(memory, matrix)[:] += 1
 
     def _receive(self, timeout: float) -> None:
         """Handle a message if one comes within `timeout` seconds; end if the trainer is gone."""
@@ -152,6 +165,10 @@ class Worker:
         self.route += [(memory, bucket.index) for bucket in segment.buckets]
         self.last += [0] * len(segment.buckets)
         self.connection.send(("attached", segment.index))
+
+
+def _channel_steps(memory: SegmentMemory, matrix: Matrix) -> np.ndarray:
+    return memory.channel_step[matrix.step_offset : matrix.step_offset + matrix.channels]
 
 
 def _gradient(memory: SegmentMemory) -> np.ndarray:
