@@ -1,7 +1,8 @@
 """The compiled pass of the CPU optimizer, and the two memory orderings that Python lacks.
 
 `load()` builds native_src/adamw.c with the system's C compiler into a per-user cache and binds it with ctypes. Without
-a compiler, or with ZENFLOW_NATIVE=0, it returns None: the torch fallback gives the same bits, several times slower.
+a compiler, or with ZENFLOW_NATIVE=0, it returns None: the torch fallback gives the same bits, several times slower. The
+orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -85,13 +86,18 @@ class Native:
 
 @lru_cache(maxsize=1)
 def load() -> Native | None:
-    """The compiled pass, or None where it is switched off or cannot be built; says so once."""
+    """The compiled pass, or None where it is switched off or cannot be built; says so once.
+
+    RuntimeError instead of None on processors that do not order plain accesses.
+    """
     if os.environ.get("ZENFLOW_NATIVE", "1") == "0":
+        _require_ordered_accesses("ZENFLOW_NATIVE=0 switches its compiled pass off")
         return None
     try:
         return Native(build())
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
+        _require_ordered_accesses(f"its compiled pass cannot be built: {detail}")
         log.warning("the CPU optimizer runs without its compiled pass, several times slower: %s", detail)
         return None
 
@@ -99,7 +105,7 @@ def load() -> Native | None:
 def load_acquire(address: int) -> int:
     """The u64 at `address`; what was written before its release is visible afterwards.
 
-    Without the compiled pass it is a plain read, which x86 orders; other processors need the compiled pass.
+    Without the compiled pass it is a plain read, which x86-64 orders; `load` refuses other processors.
     """
     library = load()
     return ctypes.c_uint64.from_address(address).value if library is None else library.load_acquire(address)
@@ -134,7 +140,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """A folder that only this user can write: code is loaded from it."""
+    """A folder that only this user can write: code and converted models are loaded from it. OSError without one."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     for folder in (Path(base) / "zenflow", Path(tempfile.gettempdir()) / f"zenflow-{os.geteuid()}"):
         try:
@@ -144,7 +150,12 @@ def cache_folder() -> Path:
             continue
         if state.st_uid == os.geteuid() and not state.st_mode & 0o022 and os.access(folder, os.W_OK):
             return folder
-    raise OSError("no folder for the compiled pass that only this user can write: set XDG_CACHE_HOME to one")
+    raise OSError("no folder for cached files that only this user can write: set XDG_CACHE_HOME to one")
+
+
+def _require_ordered_accesses(reason: str) -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise RuntimeError(f"the CPU optimizer needs a C compiler on this machine ({platform.machine()}), but {reason}")
 
 
 def _compiler() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zenflow import native
 from zenflow.training.errors import InputError
 from zenflow.training.schema import ModelConfig, ModelKind
 from zenflow.training.sources import package_folder
@@ -201,16 +201,11 @@ def _readable(load: Any, config: ModelConfig) -> Any:
         raise InputError(f"{folder} cannot be loaded as a model: {reason}") from error
 
 
-def cache_folder() -> Path:
-    """This user's folder for what is converted once."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zenflow" / "models"
-
-
 def _converted(folder: Path, gguf_file: str) -> Path:
     """The same model as safetensors, from the cache or made now; renamed into place, so it is whole or absent."""
     with open(folder / gguf_file, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    target = cache_folder() / f"{Path(gguf_file).stem}-{digest}"
+    target = native.cache_folder() / "models" / f"{Path(gguf_file).stem}-{digest}"
     if target.is_dir():
         return target
     from transformers import AutoModelForCausalLM, AutoTokenizer
