@@ -28,8 +28,14 @@ MAGIC, VERSION = 0x5A454E464C4F5721, 1
 TEXT_BYTES = 8192
 STAGGER = 77 * 64
 HYPER_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+LOG_STEP, LOG_END = 4, 2  # int32 words of the device's log: of one step, and of the window's number at either end
 EMPTY = np.empty(0, dtype=np.uint8)
 EMPTY.setflags(write=False)
+
+
+def log_words(steps: int) -> int:
+    """Length of the device's log of a window, int32 words; its content is told at `StepControl.window_log`."""
+    return LOG_STEP * steps + 2 * LOG_END
 
 
 class TornSlotError(RuntimeError):
@@ -68,12 +74,14 @@ class Header:
 
     @classmethod
     def create(cls) -> Header:
+        """A new header, all counters 0."""
         header = cls(Arena.create("zenflow-header", cls.DTYPE.itemsize))
         header._words["magic"][0], header._words["version"][0] = MAGIC, VERSION
         return header
 
     @classmethod
     def attach(cls, fd: int) -> Header:
+        """The header behind a received descriptor, which it takes over; RuntimeError if it is another version's."""
         header = cls(Arena.attach(fd, cls.DTYPE.itemsize))
         found = int(header._words["magic"][0]), int(header._words["version"][0])
         if found != (MAGIC, VERSION):
@@ -93,7 +101,7 @@ class Header:
     @property
     def heartbeat(self) -> float:
         """`time.monotonic()` of the worker's last sign of life; 0 before the first."""
-        return int(self._words["heartbeat"][0]) / 1e9
+        return int(self._words["heartbeat"][0]) / 1e9 if self._words else 0.0
 
     @property
     def error(self) -> str | None:
@@ -105,6 +113,7 @@ class Header:
         return bytes(self._text[: int(self._words["text_bytes"][0])]).decode(errors="replace")
 
     def beat(self) -> None:
+        """A sign of life."""
         self._words["heartbeat"][0] = time.monotonic_ns()
 
     def finish(self, seq: int, busy_ns: int) -> None:
@@ -136,11 +145,12 @@ class Layout:
 
     @classmethod
     def of(cls, segment: Segment) -> Layout:
+        """The layout for a segment's longest window, its groups and its matrices."""
         steps, groups, matrices = segment.max_steps, segment.n_groups, len(segment.matrices)
         present = 24 + 40 * steps * groups
         crc = _up(present + steps * matrices, 8)
         device = _up(crc + 8, 64)
-        ready = _up(device + 4 * (4 * steps + 4), 64)
+        ready = _up(device + 4 * log_words(steps), 64)
         fields = {
             "seq": ("u8", 0),
             "window": ("u8", 8),
@@ -149,7 +159,7 @@ class Layout:
             "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 24),
             "present": (("u1", (steps, matrices)), present),
             "crc": ("u8", crc),
-            "device_log": (("i4", (4 * steps + 4,)), device),
+            "device_log": (("i4", (log_words(steps),)), device),
             "ready": (("i8", (1,)), ready),
         }
         formats, offsets = [f for f, _ in fields.values()], [o for _, o in fields.values()]
@@ -161,8 +171,6 @@ class Layout:
 class Slot:
     """The verified content of a slot; arrays cut to the window's steps."""
 
-    seq: int
-    window: int
     hyper: np.ndarray  # float64 [n_steps, n_groups, 5]: HYPER_FIELDS
     counted: np.ndarray  # bool [n_steps, n_matrices]: the parameter was present and the step's gradient finite
 
@@ -173,7 +181,7 @@ class SegmentMemory:
     ring: uint8 `[numel * itemsize of the ring]`; shadow: uint16 `[numel]` (bits of the weights), None for fp32 weights,
     whose shadow is the master; master, exp_avg, exp_avg_sq: float32 `[numel]`; channel_step: int32 `[n_channels]`, the
     AdamW updates a channel has received. slots: record array `[n_buckets]`, see `Layout`; of a slot the device writes
-    `device_log`, int32 `[4 * max_steps + 4]`, and then `ready`, int64 `[1]`. After `close()` all are empty.
+    `device_log`, int32 `[log_words(max_steps)]`, and then `ready`, int64 `[1]`. After `close()` all are empty.
     """
 
     def __init__(self, segment: Segment, arenas: Sequence[Arena]) -> None:
@@ -181,8 +189,7 @@ class SegmentMemory:
         self.header: Header | None = None
         self.arenas = tuple(arenas)
         self.layout = Layout.of(segment)
-        sizes, ring_offset, state_offsets = _sizes(segment)
-        self.nbytes = sum(sizes)
+        _, ring_offset, state_offsets = _sizes(segment)
         front, state, numel = self.arenas[0], self.arenas[1], segment.numel
         self.slots = front.array(self.layout.dtype, 0, len(segment.buckets)).view(np.recarray)
         self._slot_bytes = front.array(np.uint8, 0, self.slots.nbytes).reshape(len(segment.buckets), -1)
@@ -221,6 +228,7 @@ class SegmentMemory:
         return cls(segment, [Arena.attach(fd, size) for fd, size in zip(fds, _sizes(segment)[0], strict=True)])
 
     def fds(self) -> list[int]:
+        """The arenas' descriptors, in the order that `attach` takes."""
         return [arena.fd for arena in self.arenas]
 
     def ready(self, bucket: int) -> int:
@@ -251,7 +259,8 @@ class SegmentMemory:
         """The content of a slot whose `ready` is `seq`; TornSlotError, naming the slot, if its parts disagree."""
         slot = self.slots[bucket]
         window, steps = int(slot.window), int(slot.n_steps)
-        first, last = (int(pair.view(np.uint64)[0]) for pair in (slot.device_log[:2], slot.device_log[-2:]))
+        log = slot.device_log
+        first, last = (int(end.view(np.uint64)[0]) for end in (log[:LOG_END], log[-LOG_END:]))
         found = {
             "seq": int(slot.seq),
             "bucket": int(slot.bucket),
@@ -267,8 +276,8 @@ class SegmentMemory:
             parts = ", ".join(f"{name} is {found[name]}, expected {expected[name]}" for name in wrong)
             place = f"segment {self.segment.index}, bucket {bucket}, window {window}"
             raise TornSlotError(f"slot {seq} ({place}) is torn or out of order: {parts}")
-        finite = slot.device_log[2 : 2 + 4 * steps : 4] != 0
-        return Slot(seq, window, slot.hyper[:steps].copy(), (slot.present[:steps] != 0) & finite[:, None])
+        finite = log[LOG_END:-LOG_END:LOG_STEP][:steps] != 0
+        return Slot(slot.hyper[:steps].copy(), (slot.present[:steps] != 0) & finite[:, None])
 
     def _checksum(self, bucket: int) -> int:
         return zlib.crc32(self._slot_bytes[bucket, : self.layout.host_bytes])
@@ -291,7 +300,7 @@ def _sizes(segment: Segment) -> tuple[list[int], int, list[int]]:
     """Bytes of the arenas (ring with slots, state, shadow if there is one), the ring's and the state's offsets."""
     ring = _up(Layout.of(segment).dtype.itemsize * len(segment.buckets), 4096)
     ring_bytes = ring + segment.numel * ITEM_BYTES[segment.ring_dtype]
-    # Master and moments a power of two apart would fight for the same cache sets: the pass takes 1.4 times as long.
+    # Master and moments a power of two apart would fight for the same cache sets, which slows the pass.
     part = _up(4 * segment.numel, 4096) + STAGGER
     state_offsets = [0, part, 2 * part, 3 * part]
     sizes = [ring_bytes, 3 * part + 4 * segment.n_channels]
