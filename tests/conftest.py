@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import ends_within
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -48,24 +49,11 @@ def _children() -> dict[int, bytes]:
     return children
 
 
-def _ends(pid: int, milliseconds: int) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        return bool(poller.poll(milliseconds))
-    finally:
-        os.close(descriptor)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     children, entries = _children(), _shared_entries()
     yield
-    left = {pid: command for pid, command in _children().items() if pid not in children and not _ends(pid, 5000)}
+    left = {pid: command for pid, command in _children().items() if pid not in children and not ends_within(pid, 5)}
     assert not left, f"child processes outlive the tests: {left}"
     new = _shared_entries() - entries
     assert not new, f"new entries in {SHARED}: {new}"

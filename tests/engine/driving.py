@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -136,18 +135,6 @@ class ReferencePair(Pair):
         added = Reference(snapshot(parameters), [])
         self.model.states += added.states
         self.model.shapes += added.shapes
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends in time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -23,13 +23,13 @@ from tests.engine.driving import (
     Builder,
     Pair,
     assert_same_bits,
-    ends_within,
     environment,
     feed,
     make_gradients,
     make_parameters,
     snapshot,
 )
+from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
@@ -42,12 +42,11 @@ def run_steps(engine: ZenFlow, parameters: list[nn.Parameter], steps: int) -> No
         engine.step()
 
 
-def is_alive(pid: int) -> bool:
-    return not ends_within(pid, 0)
-
-
-def wait_until_gone(pid: int) -> bool:
-    return ends_within(pid, LIMIT)
+def run_on(engine: ZenFlow, parameters: list[nn.Parameter]) -> None:
+    """Steps until one raises, or for LIMIT seconds."""
+    start = time.monotonic()
+    while time.monotonic() - start < LIMIT:
+        run_steps(engine, parameters, 1)
 
 
 def shared_mappings() -> int:
@@ -70,9 +69,9 @@ def test_close_stops_the_worker_and_keeps_the_weights(device: str) -> None:
     engine = ZenFlow(parameters, **SETTINGS)
     run_steps(engine, parameters, 5)
     pid = engine.stats().worker_pid
-    assert is_alive(pid)
+    assert not ends_within(pid, 0)
     engine.close()
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
     weights = snapshot(parameters)
     engine.close()
     del engine
@@ -127,7 +126,7 @@ def test_with_closes_and_flushes(device: str) -> None:
         assert isinstance(engine, torch.optim.Optimizer)
         run_steps(engine, parameters, 5)
         pid = engine.stats().worker_pid
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
     other = make_parameters(dtype=torch.bfloat16, device=device)
     with ZenFlow(other, **SETTINGS) as engine:
         run_steps(engine, other, 5)
@@ -142,7 +141,7 @@ def test_an_exception_in_with_closes_without_flush_and_passes(device: str) -> No
         run_steps(engine, parameters, 5)
         pid, before = engine.stats().worker_pid, snapshot(parameters)
         raise KeyError("mine")
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
     for parameter, weight in zip(parameters, before, strict=True):
         assert_same_bits(parameter, weight)
 
@@ -154,7 +153,7 @@ def test_an_engine_that_is_dropped_leaves_no_worker(device: str) -> None:
     pid = engine.stats().worker_pid
     del engine
     gc.collect()
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
 
 
 def test_close_gives_all_shared_memory_back() -> None:
@@ -182,14 +181,11 @@ def test_e7_a_killed_worker_is_an_error_with_its_exit_code(moment: str, overlap:
     run_steps(engine, parameters, {"idle": 0, "mid-window": 6, "busy": 4}[moment])
     pid = engine.stats().worker_pid
     os.kill(pid, signal.SIGKILL)
-    start = time.monotonic()
     with pytest.raises(WorkerError, match="-9|SIGKILL"):
-        while time.monotonic() - start < LIMIT:
-            run_steps(engine, parameters, 1)
-    assert time.monotonic() - start < LIMIT
+        within(LIMIT, run_on, engine, parameters)
     assert issubclass(WorkerError, RuntimeError)
     engine.close(flush=False)
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
     assert all(bool(parameter.isfinite().all()) for parameter in parameters)
     del engine, parameters
     gc.collect()
@@ -202,7 +198,7 @@ def test_e7_a_dead_worker_is_noticed_long_before_the_window_ends(device: str) ->
     run_steps(engine, parameters, 2)
     pid = engine.stats().worker_pid
     os.kill(pid, signal.SIGKILL)
-    assert wait_until_gone(pid)
+    assert ends_within(pid, LIMIT)
     with pytest.raises(WorkerError, match="-9|SIGKILL"):
         run_steps(engine, parameters, 10)
     engine.close(flush=False)
@@ -214,11 +210,13 @@ def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
     engine = ZenFlow(parameters, **SETTINGS)
     run_steps(engine, parameters, 3)
     os.kill(engine.stats().worker_pid, signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match="-9|SIGKILL"):
+
+    def use() -> None:
         engine.channel_state(parameters[0]) if call == "channel_state" else getattr(engine, call)()
         engine.flush()
-    assert time.monotonic() - start < LIMIT
+
+    with pytest.raises(WorkerError, match="-9|SIGKILL"):
+        within(LIMIT, use)
     engine.close(flush=False)
 
 
@@ -291,7 +289,7 @@ def test_e16_a_script_without_a_main_guard_trains_once(ending: str, tmp_path: Pa
     assert done.returncode == (1 if ending == "raises" else 0), done.stderr
     assert lines[0] == "training starts"
     assert len(lines) == 2
-    assert wait_until_gone(int(lines[1].split()[1]))
+    assert ends_within(int(lines[1].split()[1]), LIMIT)
     if ending == "raises":
         assert "ZeroDivisionError" in done.stderr
     else:

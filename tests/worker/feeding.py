@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from zenflow.client import WorkerClient, WorkerSettings
+from zenflow.client import WorkerClient
 from zenflow.geometry import Matrix, Segment, lay_out
-from zenflow.ring import SegmentMemory
+from zenflow.ring import SegmentMemory, WorkerSettings
 
 GROUPS = 2
 MAX_STEPS = 4

@@ -179,6 +179,20 @@ def test_without_a_compiler_it_says_so_once(monkeypatch, caplog, tmp_path):
         native.load.cache_clear()
 
 
+@pytest.mark.parametrize("missing", ["switched-off", "compiler"])
+def test_processors_that_do_not_order_plain_accesses_need_the_compiled_pass(monkeypatch, missing, tmp_path):
+    native.load.cache_clear()
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("ZENFLOW_NATIVE", "0" if missing == "switched-off" else "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    try:
+        with pytest.raises(RuntimeError, match=r"needs a C compiler on this machine \(aarch64\)"):
+            native.load()
+    finally:
+        native.load.cache_clear()
+
+
 def test_the_cache_is_private_and_the_build_atomic(library, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = native.cache_folder()

@@ -1,0 +1,46 @@
+"""Deadlines: whether a process ends in time, and calls that must not hang."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import pytest
+
+Result = TypeVar("Result")
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process, which need not be our child, ends in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()  # unlike select, at home with descriptors above 1023
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(1000 * seconds))
+    finally:
+        os.close(descriptor)
+
+
+def within(seconds: float, call: Callable[..., Result], *args: Any) -> Result:
+    """What `call(*args)` returns or raises, in a thread of its own; the test fails if it takes longer, or for ever."""
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        pytest.fail(f"still running after {seconds} seconds")
+    return outcome.result()
