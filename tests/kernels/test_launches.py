@@ -1,0 +1,135 @@
+"""What the host does around the kernels on a GPU: how often it compiles them, and that it never waits for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from zenflow_kernels.close_step import close_step
+from zenflow_kernels.dispatch import triton
+from zenflow_kernels.fingerprint import row_fingerprints
+from zenflow_kernels.fused_step import fused_step, write_masters
+from zenflow_kernels.gather import gather_channels
+from zenflow_kernels.importance import IMPORTANCES, channel_scores
+from zenflow_kernels.norm import partial_norms
+from zenflow_kernels.numerics import pack_hyper
+from zenflow_kernels.scatter import scatter_channels_
+from zenflow_kernels.topk import select_channels
+
+from tests.kernels.building import Spec, World, make_world
+
+# Both sides of the first matrix exceed one run of channel_scores.
+SPECS = [Spec("column", 640, 768, 70), Spec("row", 64, 128, 9), Spec("whole", 1, 1000)]
+EMPTY = [Spec("column", 9, 0, 0), Spec("row", 0, 128, 0), Spec("whole", 0, 7)]
+STEPS = 64
+
+# Compilations of each kernel: once for all dtypes, or in each dtype once a class.
+ONCE = {"channels_kernel": 1, "_close_step_kernel": 1, "_select_kernel": 1, "_add_runs_kernel": 1}
+A_DTYPE = {
+    "_partial_norms_kernel": 1,
+    "_step_kernel": len(SPECS),
+    "_write_kernel": len(SPECS),
+    "_fingerprint_kernel": 1,
+    "_runs_kernel": 2 * len(IMPORTANCES),
+    "_gather_kernel": 2,
+    "_scatter_kernel": 2,
+}
+
+
+def make(specs: list[Spec], dtype: torch.dtype, device: str = "cuda") -> World:
+    return make_world(specs, device, dtype, step_tile=32768, norm_tile=32768)
+
+
+def gradients(specs: list[Spec], dtype: torch.dtype, device: str = "cuda") -> list[torch.Tensor]:
+    return [torch.randn(spec.rows, spec.cols, device=device).to(dtype) for spec in specs]
+
+
+def scalars(world: World, number: int) -> dict[str, torch.Tensor]:
+    """What a step finds on the device; learning rate, betas and the bias table's length differ at every step."""
+    hypers = [pack_hyper(1e-3 / (number + 1), 0.9, 0.99 + number * 1e-5, 1e-8, 0.01 * number) for _ in range(2)]
+    device = world.hyper.device
+    return {
+        "hyper": torch.tensor(hypers, device=device),
+        "bias": world.bias[:, : number + 2].contiguous(),
+        "present": torch.ones_like(world.control.count),
+        "partials": world.partials,
+        "scale": torch.tensor([2.0 + number], device=device),
+        "found": torch.zeros(1, device=device),
+    }
+
+
+def run_every_op(world: World, grads: list[torch.Tensor], given: dict[str, torch.Tensor], number: int) -> None:
+    """Every op of the package that works on the device, once."""
+    table, control = world.table, world.control
+    table.bind(grads)
+    control.stamp(number)
+    partial_norms(table, given["partials"])
+    close_step(
+        control, given["partials"], given["present"], position=number % 4, max_grad_norm=1.0 + number,
+        grad_scale=given["scale"], found_inf=given["found"],
+    )  # fmt: skip
+    fused_step(table, control, given["hyper"], given["bias"])
+    write_masters(table)
+    weight = table.entries[0].weight
+    row_fingerprints(weight, table.entries[0].slot)
+    for channel_dim in ("column", "row"):
+        for importance in IMPORTANCES:
+            chosen = select_channels(channel_scores(grads[0], channel_dim, importance), min(7, *weight.shape))
+        part = gather_channels(weight, chosen, channel_dim, validate=False)
+        scatter_channels_(weight, chosen, part, channel_dim, validate=False)
+
+
+def compilations(device: str = "cuda") -> Counter[str]:
+    """How often Triton made each kernel, from its disk cache or anew, in many steps of two dtypes."""
+    counted: Counter[str] = Counter()
+
+    def count(*, fn: Any, **_: Any) -> None:
+        counted[fn.name] += 1
+
+    triton.knobs.runtime.jit_post_compile_hook = count
+    for dtype in (torch.bfloat16, torch.float32):
+        world = make(SPECS, dtype, device)
+        for number in range(STEPS):
+            run_every_op(world, gradients(SPECS, dtype, device), scalars(world, number), number)
+    return counted
+
+
+@contextmanager
+def refusing_to_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_changing_steps_compile_each_kernel_once_a_class():
+    """In a process of its own, so that no other test has compiled anything before."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "import json; from tests.kernels.test_launches import compilations; print(json.dumps(compilations()))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ONCE | {name: 2 * count for name, count in A_DTYPE.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("specs", [SPECS, EMPTY], ids=["parameters", "empty parameters"])
+def test_no_op_waits_for_the_device(specs, dtype):
+    world = make(specs, dtype)
+    grads = gradients(specs, dtype)
+    given = [scalars(world, number) for number in range(5)]
+    run_every_op(world, grads, given[0], 0)
+    with refusing_to_wait():
+        for number in range(1, 5):
+            run_every_op(world, grads, given[number], number)
+    assert world.control.skipped.item() == 0
+    assert world.control.count.tolist() == [1] * world.control.count.numel()
