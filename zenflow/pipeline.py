@@ -212,7 +212,7 @@ class Pipeline:
             return
         with self.stall.section():
             for storage, bucket, seq in self.pending:
-                self.host_wait_seconds += self.client.wait_done(seq)
+                self._wait_for(seq)
                 shadow = storage.shadow[bucket.start : bucket.stop]
                 storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
                 self.counters["bytes_to_device"] += shadow.nbytes
@@ -238,7 +238,11 @@ class Pipeline:
     def wait_for_worker(self) -> None:
         """Until the worker has finished all that was sent; nothing becomes visible."""
         if self.client is not None and self.sent:
-            self.host_wait_seconds += self.client.wait_done(self.sent)
+            self._wait_for(self.sent)
+
+    def _wait_for(self, seq: int) -> None:
+        """Until the worker has finished slot `seq`. A device that has failed will never send it: ask it meanwhile."""
+        self.host_wait_seconds += self.client.wait_done(seq, check=None if self._copied is None else self._copied.query)
 
     def _wait_for_copies(self) -> None:
         """There is one accumulator and one log of the window: the next fold waits until they are on the host."""
