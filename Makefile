@@ -3,6 +3,10 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# Trainer and CPU optimizer share the cores where there is no GPU: threads that wait must not hold one.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 NOVELS := $(VENV)/novels
 
 .DEFAULT_GOAL := help
