@@ -3,11 +3,10 @@ SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NOVELS := $(VENV)/novels
 
 # Trainer and CPU optimizer share the cores where there is no GPU: threads that wait must not hold one.
 export OMP_WAIT_POLICY ?= PASSIVE
-
-NOVELS := $(VENV)/novels
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-gpu lint wheel-test smollm2 offline setup clean
