@@ -84,6 +84,8 @@ def test_a_typo_a_type_or_an_unknown_word_is_one_sentence_when_composed(override
         ("optimizer.beta2=1", ["optimizer.beta2", "below 1"]),
         ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "> 0"]),
         ("steps=0", ["steps", "0", ">= 1"]),
+        ("seed=99999999999999999999999", ["seed", "99999999999999999999999", "0 to 2**63 - 1"]),
+        ("batch_size=1000000", ["batch_size", "1000000", "1 to 3125", "training samples"]),
         ("batch_size=-2", ["batch_size", "-2"]),
         ("data.held_out=1", ["data.held_out", "between 0 and 1"]),
         ("model.heads=3", ["model.heads=3", "multiple"]),
@@ -104,6 +106,25 @@ def test_a_bad_value_is_one_sentence_and_leaves_nothing(command, tmp_path, overr
     assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
     assert [word for word in words if word not in outcome.err] == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [(), ("-m", "seed=0,1")], ids=["run", "sweep"])
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/zenflow/run"])
+def test_a_folder_that_cannot_be_made_is_one_sentence(command, tmp_path, place, mode):
+    (tmp_path / "file").write_text("kept")
+    outcome = command(*mode, *SMOKE, folder=tmp_path / place)
+    assert outcome.code == 1
+    assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
+    named = "/proc/zenflow" if place.startswith("/proc") else str(tmp_path / "file")
+    assert named in outcome.err and "cannot be written" in outcome.err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folder_that_is_there_but_takes_no_files_is_one_sentence(command):
+    outcome = command(*SMOKE, folder=Path("/proc/self"))  # not even root can write there
+    assert outcome.code == 1
+    assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
+    assert "cannot be written" in outcome.err and "hydra.run.dir" in outcome.err
 
 
 def test_a_missing_gpu_is_named(command, monkeypatch):

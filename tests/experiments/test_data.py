@@ -29,6 +29,10 @@ def test_every_epoch_is_another_permutation_and_a_position_fixes_its_sample():
     assert Order(7, seed=4).take(0, 21) != whole
 
 
+def test_the_largest_seed_gives_an_order():
+    assert sorted(Order(5, seed=2**63 - 1).take(5, 5)) == list(range(5))
+
+
 def test_the_label_of_a_token_is_the_one_after_it():
     stream = Stream(torch.arange(100, 131, dtype=torch.int32), length=10)
     assert len(stream) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ SHARE: Rule = ("a number between 0 and 1", lambda value: 0 < value < 1)
 BETA: Rule = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
 NOT_NEGATIVE: Rule = ("a finite number >= 0", lambda value: 0 <= value < math.inf)
 RULES: dict[str, Rule] = {
-    "seed": ("an integer >= 0", lambda value: value >= 0),
+    "seed": ("an integer from 0 to 2**63 - 1", lambda value: 0 <= value < 2**63),
     "threads": POSITIVE_OR_NULL,
     "steps": POSITIVE,
     "batch_size": POSITIVE,
@@ -49,6 +50,7 @@ RULES: dict[str, Rule] = {
 def check(config: TrainConfig, folder: Path) -> None:
     """Errors: InputError, one sentence naming what is wrong and what is allowed."""
     _check_values(config)
+    _check_writable(folder)
     if present := [name for name in OUTPUTS if (folder / name).exists()]:
         raise InputError(f"{folder} already holds a run ({present[0]}); give another folder as hydra.run.dir.")
     if config.device is Device.cuda and not torch.cuda.is_available():
@@ -70,6 +72,18 @@ def _check_values(config: TrainConfig) -> None:
             value = getattr(value, part)
         if not within(value):
             raise InputError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+def _check_writable(folder: Path) -> None:
+    """Try a file without a name in the folder, or in the nearest one above it that exists."""
+    try:
+        nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written ({error.strerror}); give another folder as hydra.run.dir."
+        ) from error
 
 
 def _mismatch(config: TrainConfig) -> str:

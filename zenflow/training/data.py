@@ -128,7 +128,7 @@ class Order:
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def _permute(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
         return torch.randperm(self._samples, generator=generator).tolist()
 
     def take(self, position: int, count: int) -> list[int]:

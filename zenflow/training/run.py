@@ -69,6 +69,10 @@ def _prepare(config: TrainConfig) -> Prepared:
     if dtype is Dtype.auto:
         dtype = Dtype.bfloat16 if on_gpu else Dtype.float32
     data = load_data(config.data, load_tokenizer(config.model))
+    if config.batch_size > len(data.train):
+        raise InputError(
+            f"batch_size is {config.batch_size}; allowed: an integer from 1 to {len(data.train)}, the training samples."
+        )
     torch.manual_seed(config.seed)
     model = load_model(
         config.model, classes=data.classes, max_length=config.data.max_length, dtype=getattr(torch, dtype.name)

@@ -212,6 +212,9 @@ def explain(error: BaseException) -> str | None:
 
     if isinstance(error, JobFailed):
         return str(error)
+    # The job's own errors never come here bare: this is Hydra making the run's folder or writing to it.
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be written ({error.strerror}); give another folder as hydra.run.dir."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return _explain_key(cause)
