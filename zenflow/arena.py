@@ -7,6 +7,7 @@ last view, and memory and descriptor go at once.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,17 @@ def require_memory(needed: int) -> None:
         )
 
 
+def _refused(code: int, nbytes: int) -> Exception:
+    """The error for memory that the kernel does not give: MemoryError where it lacks it, else OSError."""
+    reason = os.strerror(code)
+    if code in (errno.ENOMEM, errno.ENOSPC):
+        return MemoryError(
+            f"the CPU optimizer needs {nbytes:,} more bytes of shared memory and the system refuses them ({reason}), "
+            f"{available_memory():,} bytes are available: raise the process's limit (ulimit -v) or free host memory"
+        )
+    return OSError(code, f"cannot take {nbytes:,} bytes of shared memory: {reason}")
+
+
 class _Mapping:
     """A shared mapping of a descriptor; unmapped when the last array made from it is gone."""
 
@@ -47,8 +59,7 @@ class _Mapping:
         self.nbytes = nbytes
         address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
         if address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {nbytes:,} bytes: {os.strerror(code)}")
+            raise _refused(ctypes.get_errno(), nbytes)
         self.address: int = address
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
@@ -65,21 +76,21 @@ class Arena:
         self._maker = os.getpid() if made_here else None
         try:
             self._mapping: _Mapping | None = _Mapping(fd, nbytes)
-        except OSError:
+        except (OSError, MemoryError):
             os.close(fd)
             raise
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Arena:
-        """New zeroed memory; `name` shows in /proc only."""
+        """New zeroed memory; `name` shows in /proc only. MemoryError, with the bytes, if the kernel lacks it."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            raise
+            raise _refused(error.errno, nbytes) from error
         return cls(fd, nbytes, made_here=True)
 
     @classmethod

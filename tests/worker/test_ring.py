@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from zenflow import arena as arena_module
 from zenflow.arena import Arena
 from zenflow.ring import Header, SegmentMemory, TornSlotError, log_words
 
+REPOSITORY = Path(arena_module.__file__).parents[1]
 HYPER = np.arange(MAX_STEPS * GROUPS * 5, dtype=np.float64).reshape(MAX_STEPS, GROUPS, 5)
 
 
@@ -98,6 +104,35 @@ def test_too_little_memory_is_told_before_any_is_taken(monkeypatch):
     monkeypatch.setattr(Arena, "create", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(MemoryError, match=r"needs [\d,]+ bytes .* 1,000 bytes are available"):
         SegmentMemory.create(make_segment())
+
+
+REFUSED = r"needs 1,099,511,627,776 more bytes .*{}.* [\d,]+ bytes are available"
+
+
+def test_a_refused_mapping_is_told_with_the_bytes():
+    script = (
+        "import resource; from zenflow.arena import Arena\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))\n"
+        "try: Arena.create('test', 1 << 40)\n"
+        "except MemoryError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert re.search(REFUSED.format("Cannot allocate memory"), done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOSPC])
+def test_a_refused_size_is_told_with_the_bytes_and_keeps_no_descriptor(monkeypatch, code):
+    taken = []
+
+    def refuse(fd, nbytes):
+        taken.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(MemoryError, match=REFUSED.format(os.strerror(code))):
+        Arena.create("test", 1 << 40)
+    with pytest.raises(OSError):
+        os.fstat(taken[0])
 
 
 def test_nothing_lies_in_dev_shm(memory):
