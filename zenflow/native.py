@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -124,14 +125,14 @@ def build(folder: Path | None = None) -> Path:
     """Build the library in `folder` (default: the per-user cache) unless it is there; OSError without a compiler."""
     compiler = _compiler()
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([source, " ".join([compiler, *FLAGS]).encode(), _processor().encode()]))
+    key = hashlib.sha256(b"\0".join([source, " ".join([*compiler, *FLAGS]).encode(), _processor().encode()]))
     folder = cache_folder() if folder is None else folder
     library = folder / f"adamw-{key.hexdigest()[:20]}.so"
     if not library.exists():
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, str(SOURCE), "-o", partial, "-lm"]
+            command = [*compiler, *FLAGS, str(SOURCE), "-o", partial, "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             os.replace(partial, library)
         finally:
@@ -158,12 +159,15 @@ def _require_ordered_accesses(reason: str) -> None:
         raise RuntimeError(f"the CPU optimizer needs a C compiler on this machine ({platform.machine()}), but {reason}")
 
 
-def _compiler() -> str:
-    candidates = [os.environ.get("CC", "").split(" ")[0], "cc", "gcc", "clang"]
-    for name in candidates:
-        found = shutil.which(name) if name else None
-        if found:
-            return found
+def _compiler() -> list[str]:
+    """The command of the compiler, its program as a path; CC may have further words, as in `ccache gcc`."""
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise OSError(f"CC is {os.environ['CC']!r}, which is no shell command: {error}") from error
+    for program, *words in filter(None, (chosen, ["cc"], ["gcc"], ["clang"])):
+        if found := shutil.which(program):
+            return [found, *words]
     raise OSError("no C compiler found (CC, cc, gcc, clang)")
 
 

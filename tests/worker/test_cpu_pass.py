@@ -210,3 +210,22 @@ def test_a_failed_build_leaves_nothing(library, monkeypatch, tmp_path):
     with pytest.raises(native.subprocess.CalledProcessError):
         native.build(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_word_of_cc_is_run_and_makes_a_library_of_its_own(library, monkeypatch, tmp_path):
+    wrapper = tmp_path / "a wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho "$1" >> "{tmp_path}/log"\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for words in ("cc", "cc -g"):
+        monkeypatch.setenv("CC", f"'{wrapper}' {words}")
+        native.build(cache)
+    assert (tmp_path / "log").read_text() == "cc\ncc\n"
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cc_that_is_no_command_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "'gcc")
+    with pytest.raises(OSError, match=r"CC is \"'gcc\", which is no shell command"):
+        native.build(tmp_path)
