@@ -85,6 +85,7 @@ def test_a_typo_a_type_or_an_unknown_word_is_one_sentence_when_composed(override
         ("optimizer.max_grad_norm=0", ["optimizer.max_grad_norm", "> 0"]),
         ("steps=0", ["steps", "0", ">= 1"]),
         ("seed=99999999999999999999999", ["seed", "99999999999999999999999", "0 to 2**63 - 1"]),
+        ("seed=99999999999999999999999", ["seed", "99999999999999999999999", "0 to 2**63 - 1"]),
         ("batch_size=1000000", ["batch_size", "1000000", "1 to 3125", "training samples"]),
         ("batch_size=-2", ["batch_size", "-2"]),
         ("data.held_out=1", ["data.held_out", "between 0 and 1"]),
