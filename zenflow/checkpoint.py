@@ -2,7 +2,8 @@
 
 Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, whoever owns the channel; `step` int64
 `[channels]` (`[1]` with `whole: True`); `selected` int64; the partial sum of the running window (`accumulator`,
-`count`); and, only while a deferred result is on its way, the `weight` that is visible meanwhile. Under `zenflow`: the
+`count`); and, only while a deferred result is on its way, the `weight` that is visible meanwhile and the scalars of the
+steps behind that result (`pending_hyper`, `[n, 5]`). Under `zenflow`: the
 clock, the running window's scalars, and the configuration that shaped all this.
 """
 
@@ -12,19 +13,30 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.scatter import scatter_channels_
 
+from zenflow.checks import group_hyper
 from zenflow.config import ZenFlowConfig
+from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.storage import Newcomer, ParamRecord, count_selected, is_deferred, matrix_shape
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
 FORMAT = 1
 STATES = ("master", "exp_avg", "exp_avg_sq")
-ENGINE_KEYS = ("config", "clock", "counters", "skipped", "window_log", "hyper_log", "present_log")
+ENGINE_KEYS = {
+    "config": dict,
+    "clock": dict,
+    "counters": dict,
+    "skipped": int,
+    "window_log": Tensor,
+    "hyper_log": list,
+    "present_log": list,
+}
 SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "ring_dtype", "update_interval")
 
 
@@ -55,6 +67,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
 
     `indices` maps `id(param)` to that index.
     """
+    adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
     running, pending = bool(pipeline.hyper_log), pipeline.pending_storages()
@@ -73,6 +86,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
                 entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
             if record.storage in pending:
                 entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
+                entry["pending_hyper"] = pipeline.pending_hyper(record).tolist()
         state[indices[id(record.param)]] = entry
     return state, {
         "format": FORMAT,
@@ -89,6 +103,17 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     }
 
 
+def check_form(state_dict: dict[str, Any]) -> None:
+    """ValueError unless this has the parts of an optimizer's state, with settings that can be used."""
+    for name, kind in {"state": dict, "param_groups": list}.items():
+        if not isinstance(state_dict.get(name), kind):
+            raise ValueError(f"{name} is {state_dict.get(name)!r} in the state; allowed is a {kind.__name__}")
+    if not isinstance(state_dict.get("zenflow", {}), dict):
+        raise ValueError(f"zenflow is {state_dict['zenflow']!r} in the state; allowed is a dict")
+    for group in state_dict["param_groups"]:
+        group_hyper(group)
+
+
 def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state: State, engine: dict[str, Any]) -> None:
     """Refuse, before anything changes, a state that does not fit: ValueError naming what differs.
 
@@ -96,9 +121,7 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state: State, engine
     """
     if engine.get("format") != FORMAT:
         raise ValueError(f"the state has ZenFlow format {engine.get('format')!r}; allowed is {FORMAT}")
-    missing = [name for name in ENGINE_KEYS if name not in engine]
-    if missing:
-        raise ValueError(f"the state's 'zenflow' part lacks {', '.join(missing)}")
+    _check_engine(pipeline, engine)
     mine = asdict(pipeline.config)
     for name in SHAPING:
         saved = engine["config"].get(name)
@@ -110,12 +133,39 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state: State, engine
     known = {id(record.param) for record in pipeline.records}
     for index, newcomer in enumerate(everyone):
         if index in state:
-            _check_entry(pipeline.config, newcomer, state[index])
+            _check_entry(pipeline.config, newcomer, state[index], engine["clock"]["position"])
         elif pipeline.clock.state.step and id(newcomer.param) in known:
             raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
 
 
-def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any]) -> None:
+def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
+    for name, kind in ENGINE_KEYS.items():
+        if not isinstance(engine.get(name), kind):
+            raise ValueError(
+                f"{name} is {engine.get(name)!r} in the state's 'zenflow' part; allowed is a {kind.__name__}"
+            )
+    clock, log = engine["clock"], engine["window_log"]
+    mine = pipeline.clock.state_dict()
+    if {name: type(value) for name, value in clock.items()} != {name: type(value) for name, value in mine.items()}:
+        raise ValueError(f"clock is {clock} in the state; allowed is the form of {mine}")
+    if log.dtype != torch.int32 or log.shape != pipeline.control.window_log.shape:
+        raise ValueError(
+            f"window_log is {log.dtype} {tuple(log.shape)}; allowed is {pipeline.control.window_log.shape}"
+        )
+    position, counters = clock["position"], engine["counters"]
+    if set(counters) != set(pipeline.counters) or not all(isinstance(count, int) for count in counters.values()):
+        raise ValueError(
+            f"counters are {counters} in the state; allowed are whole numbers for {list(pipeline.counters)}"
+        )
+    steps = [len(engine["hyper_log"]), len(engine["present_log"])]
+    if not 0 <= position < pipeline.config.update_interval or steps != [position, position] or clock["step"] < 1:
+        raise ValueError(f"the state stands at {clock} and has logs of {steps} steps; these do not belong together")
+    groups = [group for row in engine["hyper_log"] for group in row]
+    if not all(isinstance(group, list | tuple) and len(group) == 5 for group in groups):
+        raise ValueError("hyper_log in the state does not hold five numbers a group")
+
+
+def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], position: int) -> None:
     param, deferred = newcomer.param, is_deferred(config, newcomer.param)
     rows, cols = matrix_shape(param)
     channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
@@ -132,6 +182,12 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         n = count_selected(config, channels) if entry["owned"] else 0
         shapes["selected"] = (n,), torch.int64
         shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
+        if not isinstance(entry["count"], int) or not 0 <= entry["count"] <= position:
+            raise ValueError(
+                f"count of {newcomer.name} is {entry['count']}; allowed is 0 to {position}, the window's steps"
+            )
+        if ("weight" in entry) != ("pending_hyper" in entry):
+            raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
         if entry["count"] and "accumulator" not in entry:
             raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
     for name, (shape, dtype) in shapes.items():
@@ -141,6 +197,8 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
             raise ValueError(
                 f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}"
             )
+    if entry["step"].numel() and int(entry["step"].min()) < 0:
+        raise ValueError(f"step of {newcomer.name} is {int(entry['step'].min())}; allowed is 0 or more")
     if deferred and not _is_choice(entry["selected"], channels):
         raise ValueError(
             f"selected of {newcomer.name} must rise strictly within [0, {channels}), got {entry['selected']}"
@@ -154,8 +212,9 @@ def _is_choice(selected: Tensor, channels: int) -> bool:
 
 def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict[int, int]) -> None:
     """Take over a checked state: owners, masters, moments, t, partial sums, clock; masters win over weights."""
+    adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
-    pipeline.pending = []
+    pipeline.pending, pipeline.loaded_hyper = [], {}
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])
         if entry is not None:
@@ -164,7 +223,6 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         pipeline.pending = [
             (storage, bucket, pipeline.sent) for storage in pipeline.storages for bucket in storage.segment.buckets
         ]
-    pipeline.take_fingerprints(pipeline.records)
     pipeline.clock.load_state_dict(engine["clock"])
     steps = (entry["step"] for entry in state.values())
     pipeline.highest_t = max(int(step.max()) for step in steps if step.numel())
@@ -206,6 +264,8 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any])
         record.start.copy_(step[selected])
         record.slot[selected.to(device)] = torch.arange(selected.numel(), dtype=torch.int32, device=device)
     record.selected, record.owned = selected.clone(), bool(entry["owned"])
+    if "weight" in entry:
+        pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
     pipeline.control.count[record.index] = entry["count"]
     if entry["count"]:
         record.accumulator.copy_(entry["accumulator"].reshape(shape))

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow import checkpoint
-from zenflow.checks import adopt_outside_changes, check_parameters, group_hyper, has_gradient
+from zenflow.checks import check_parameters, group_hyper, has_gradient
 from zenflow.config import ZenFlowConfig
 from zenflow.layout import lay_out
+from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.stats import Stats
 from zenflow.storage import Newcomer
@@ -90,7 +91,7 @@ class ZenFlow(torch.optim.Optimizer):
             group_hyper(self.param_groups[-1])
             if self._pipeline is not None:
                 check_parameters(self._newcomers(lambda param: True), self._pipeline.device)
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
 
@@ -102,6 +103,7 @@ class ZenFlow(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups(pipeline)
         if any(has_gradient(param) and id(param) not in self._known for param in self._params()):
             self._lay_out(self._newcomers(lambda param: has_gradient(param) and id(param) not in self._known))
         self._warn_without_gradients()
@@ -127,7 +129,7 @@ class ZenFlow(torch.optim.Optimizer):
             self._closed = True
             return
         try:
-            if flush:
+            if flush and not self._pipeline.stepping:
                 self.flush()
         finally:
             self._closed = True
@@ -168,6 +170,7 @@ class ZenFlow(torch.optim.Optimizer):
         record = next((record for record in pipeline.records if record.param is param), None)
         if record is None:
             raise KeyError(f"no state for a parameter of shape {tuple(param.shape)}: frozen, or not of this optimizer")
+        adopt_outside_changes(pipeline)
         pipeline.wait_for_worker()
         step = checkpoint.full_step(record, int(pipeline.control.advance[record.index].item()))
         selected = torch.zeros(step.numel(), dtype=torch.bool, device="cpu")
@@ -189,7 +192,9 @@ class ZenFlow(torch.optim.Optimizer):
 
         ValueError names what does not fit, before anything is changed.
         """
-        pipeline, engine, state = self._running(), state_dict.get("zenflow"), state_dict["state"]
+        pipeline = self._running()
+        checkpoint.check_form(state_dict)
+        engine, state = state_dict.get("zenflow"), state_dict["state"]
         everyone = self._newcomers(lambda param: True)
         if state:
             if engine is None:
@@ -210,6 +215,13 @@ class ZenFlow(torch.optim.Optimizer):
     def _running(self) -> Pipeline:
         if self._closed or self._pipeline is None:
             raise RuntimeError("this ZenFlow optimizer is closed; build a new one")
+        if self._pipeline.stepping:
+            if self._pipeline.client is not None:
+                self._pipeline.client.check()
+            raise RuntimeError(
+                "a step of this ZenFlow optimizer was broken off in the middle, so its state is no longer consistent; "
+                "close(flush=False), build a new one and load the last state_dict()"
+            )
         return self._pipeline
 
     def _newcomers(self, wanted: Callable[[Parameter], bool]) -> list[Newcomer]:
@@ -231,8 +243,19 @@ class ZenFlow(torch.optim.Optimizer):
 
     def _lay_out(self, newcomers: list[Newcomer]) -> None:
         if newcomers:
+            check_parameters(newcomers, self._running().device)
             lay_out(self._running(), newcomers, len(self.param_groups))
             self._known |= {id(newcomer.param) for newcomer in newcomers}
+
+    def _check_groups(self, pipeline: Pipeline) -> None:
+        """A parameter keeps the group in which it was laid out: slots, tables and states are by group."""
+        groups = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        for record in pipeline.records:
+            if groups.get(id(record.param)) != record.group:
+                raise ValueError(
+                    f"{record.name} was laid out in param group {record.group} and is now in "
+                    f"{groups.get(id(record.param), 'none')}; build a new optimizer to regroup parameters"
+                )
 
     def _warn_without_gradients(self) -> None:
         if self._warned_no_gradient or any(param.grad is not None for param in self._params()):

@@ -30,11 +30,12 @@ from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Table
 
 from zenflow.bias import bias_table
-from zenflow.checks import adopt_outside_changes, group_hyper, take_fingerprint, usable_gradient
+from zenflow.checks import group_hyper, usable_gradient
 from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.geometry import Bucket
+from zenflow.outside import adopt_outside_changes
 from zenflow.selection import choose_channels, migrate
 from zenflow.stats import StallClock
 from zenflow.storage import ParamRecord, SegmentStorage
@@ -65,8 +66,10 @@ class Pipeline:
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
         self.sent = 0  # slots sent since the worker started
         self.pending: list[tuple[SegmentStorage, Bucket, int]] = []  # sent and not yet visible
+        self.loaded_hyper: dict[int, np.ndarray] = {}  # `pending_hyper` of results that came with a loaded state
         self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
         self.present_log: list[list[bool]] = []
+        self.stepping = False  # a step has begun to count and has not ended: afterwards, it was broken off
         self.highest_t = 0  # no channel's t is above it
         self.counters = dict.fromkeys(("windows", "selections", "bytes_to_host", "bytes_to_device"), 0)
         self.host_wait_seconds = 0.0
@@ -88,6 +91,7 @@ class Pipeline:
         self.grads = [usable_gradient(record) for record in self.records]
         hyper_row = [group_hyper(group) for group in groups]
         # From here on the step counts; what the caller could have got wrong has been refused.
+        self.stepping = True
         plan = self.clock.begin_step()
         self.highest_t += 1
         # A group that came in mid-window had no gradients in its earlier steps; its scalars there are never read.
@@ -105,6 +109,7 @@ class Pipeline:
             self._end_window(plan)
         self.clock.finish_step(plan)
         self.grads = []
+        self.stepping = False
 
     def _reduce(self, position: int, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Norm, finite check and clip coefficient over all parameters, and the bookkeeping that follows from them."""
@@ -167,8 +172,6 @@ class Pipeline:
             with self.selecting.section():
                 self._select(candidates, plan.step)
             self.clock.selection_ran()
-        if self.pending:
-            self.take_fingerprints(self.records)
 
     def send_window(self) -> None:
         """Queue every bucket's accumulator for the worker, behind the fold that completes it."""
@@ -216,18 +219,24 @@ class Pipeline:
                 shadow = storage.shadow[bucket.start : bucket.stop]
                 storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
                 self.counters["bytes_to_device"] += shadow.nbytes
-        self.pending = []
+        self.pending, self.loaded_hyper = [], {}
 
     def pending_storages(self) -> set[SegmentStorage]:
         """Segments for which a result has been sent for and is not visible yet."""
         return {storage for storage, _, _ in self.pending}
 
-    def take_fingerprints(self, records: list[ParamRecord]) -> None:
-        """While a result is on its way nothing else tells what is visible, should somebody change it."""
-        pending = self.pending_storages()
-        for record in records:
-            if record.storage in pending:
-                take_fingerprint(record)
+    def pending_hyper(self, record: ParamRecord) -> np.ndarray:
+        """float64 `[n, 5]`: lr, beta1, beta2, eps, weight decay at the n steps that the pending update stands for."""
+        if record.index in self.loaded_hyper:
+            return self.loaded_hyper[record.index]
+        number = record.storage.indices.index(record.index)
+        bucket, seq = next(
+            (bucket, seq)
+            for storage, bucket, seq in self.pending
+            if storage is record.storage and any(piece.matrix == number for piece in bucket.pieces)
+        )
+        slot = record.storage.memory.read_slot(bucket.index, seq)
+        return slot.hyper[slot.counted[:, number], record.group]
 
     def write_selected(self) -> None:
         """Write the selected masters over what an upload left in their channels."""
@@ -251,6 +260,7 @@ class Pipeline:
 
     def flush(self) -> None:
         """End the running window now and make every result visible."""
+        adopt_outside_changes(self)
         self.make_visible()
         if self.hyper_log:
             self.send_window()
@@ -268,7 +278,6 @@ class Pipeline:
                 self.wait_for_worker()
                 # This step is in `advance` already, and has yet to be applied.
                 self._select(fresh, step, ahead=1)
-                self.take_fingerprints(fresh)
 
     def _candidates(self) -> list[ParamRecord]:
         """Parameters whose owners a selection may change now: some channels selected, some deferred, and a gradient."""

@@ -81,7 +81,6 @@ class ParamRecord:
     matrix: Matrix | None = None
     selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     owned: bool = True  # False until the first selection
-    fingerprint: Tensor | None = None  # int64 [rows], of what is visible while a deferred result is pending
     version: int = 0  # the parameter's autograd version when its bits were last known
 
     @property
@@ -210,6 +209,11 @@ class SlotViews:
         self.ready = torch.from_numpy(slot.ready)
 
 
+def view_of_its_own(flat: Tensor, shape: torch.Size) -> Tensor:
+    """The same memory as `flat` in a storage of its own: tools that save models take one storage for one tensor."""
+    return torch.from_dlpack(flat.view(-1)).view(shape)
+
+
 def new_segment(
     config: ZenFlowConfig, index: int, dtype: torch.dtype, newcomers: list[Newcomer], n_groups: int
 ) -> Segment:
@@ -251,7 +255,7 @@ def record_deferred(
     first, last = matrix.offset, matrix.offset + matrix.numel
     flat = storage.weights[first:last]
     flat.view(param.shape).copy_(param.data)
-    param.data = flat.view(param.shape)
+    param.data = view_of_its_own(flat, param.shape)
     n = count_selected(config, matrix.channels)
     compact = (matrix.rows, n) if matrix.channel_dim == "column" else (n, matrix.cols)
     master, exp_avg, exp_avg_sq = (torch.zeros(compact, dtype=torch.float32, device=param.device) for _ in range(3))

@@ -15,7 +15,6 @@ import pytest
 import torch
 from zenflow_kernels.close_step import close_step
 from zenflow_kernels.dispatch import triton
-from zenflow_kernels.fingerprint import row_fingerprints
 from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.importance import IMPORTANCES, channel_scores
@@ -37,7 +36,6 @@ A_DTYPE = {
     "_partial_norms_kernel": 1,
     "_step_kernel": len(SPECS),
     "_write_kernel": len(SPECS),
-    "_fingerprint_kernel": 1,
     "_runs_kernel": 2 * len(IMPORTANCES),
     "_gather_kernel": 2,
     "_scatter_kernel": 2,
@@ -79,7 +77,6 @@ def run_every_op(world: World, grads: list[torch.Tensor], given: dict[str, torch
     fused_step(table, control, given["hyper"], given["bias"])
     write_masters(table)
     weight = table.entries[0].weight
-    row_fingerprints(weight, table.entries[0].slot)
     for channel_dim in ("column", "row"):
         for importance in IMPORTANCES:
             chosen = select_channels(channel_scores(grads[0], channel_dim, importance), min(7, *weight.shape))

@@ -1,0 +1,123 @@
+"""Weights that somebody else has written, replaced or moved since the optimizer's last write.
+
+In-place changes (`load_state_dict`, an EMA swap, clamping, surgery on a row) bump autograd's version of the Parameter,
+which the pipeline's own writes never do. Then each element is compared with what was visible, and only where it differs
+does the master follow the weight. What was visible is the rounded master, except while a deferred result is on its way:
+then the master has moved on already, and what it was before is reckoned back from the update it received.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from zenflow_kernels.gather import gather_channels
+
+from zenflow.cpu_pass import plan_update
+from zenflow.storage import ParamRecord, view_of_its_own
+
+if TYPE_CHECKING:
+    from zenflow.pipeline import Pipeline
+
+logger = logging.getLogger("zenflow")
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_CHUNK = 1 << 22  # elements that are widened to float64 at once
+# Share of the magnitudes that meet in an update: above the sum of its roundings, far below a step of bf16.
+_ROUNDING = 2.0**-21
+
+
+def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
+    """Bring masters and flat storage in line with weights that were changed outside.
+
+    `force` compares every parameter, for edits that autograd cannot see (`.data`). ValueError names a parameter that
+    changed dtype, device or shape.
+    """
+    pending = pipeline.pending_storages()
+    for record in pipeline.records:
+        param = record.param
+        moved = param.data_ptr() != record.weight.data_ptr() or param.dtype != record.weight.dtype
+        if moved or force or param._version != record.version:
+            pipeline.wait_for_worker()
+            changed = _move_back(record) if moved else None
+            _follow_weights(pipeline, record, changed, pending=record.storage in pending)
+            record.version = param._version
+
+
+def _move_back(record: ParamRecord) -> Tensor:
+    """Copy the parameter's new memory over its old one; where the bits differ, bool `[rows, cols]`."""
+    param, weight = record.param, record.weight
+    if param.dtype != weight.dtype or param.device != weight.device or param.numel() != weight.numel():
+        raise ValueError(
+            f"{record.name} was {weight.dtype} on {weight.device} with {weight.numel()} elements when the optimizer "
+            f"was built and is now {param.dtype} on {param.device} with {param.numel()}; "
+            "build the optimizer after such changes"
+        )
+    with torch.no_grad():
+        new = param.data.reshape(weight.shape)
+        changed = _bits(new) != _bits(weight)
+        weight.copy_(new)
+        param.data = view_of_its_own(weight, param.shape)
+    return changed
+
+
+def _follow_weights(pipeline: Pipeline, record: ParamRecord, changed: Tensor | None, pending: bool) -> None:
+    """Masters follow the weights where they changed; so does, while it is `pending`, the result to be uploaded."""
+    if record.kind == "whole":
+        _follow(record.master, record.weight)
+        return
+    if record.selected.numel():
+        index = record.selected.to(record.weight.device)
+        _follow(record.master, gather_channels(record.weight, index, record.kind, validate=False))
+    master, shadow, weight = record.host[0], record.host_shadow, record.weight.cpu()
+    if changed is None and pending:
+        changed = _changed_while_pending(pipeline, record, weight)
+    if changed is None:
+        _follow(master, weight)
+        return
+    changed = changed.cpu()
+    master.copy_(torch.where(changed, weight.to(torch.float32), master))
+    if pending:
+        shadow.copy_(torch.where(changed, weight, shadow))
+
+
+def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tensor) -> Tensor:
+    """Where `weight`, `[rows, cols]` on the host, cannot be what was visible before the pending update."""
+    master, exp_avg, exp_avg_sq = record.host
+    hyper = pipeline.pending_hyper(record)
+    if not len(hyper):
+        return _bits(master.to(weight.dtype)) != _bits(weight)
+    received = record.host_step.numpy() - 1  # before the update
+    update = plan_update(hyper, received, pipeline.config.deferred_lr_scale)
+    eps, decay = (float(value) for value in update.constants[4:6])
+    shape = (1, -1) if record.kind == "column" else (-1, 1)
+    step_size, denom_scale = (
+        torch.from_numpy(np.asarray(factor, dtype=np.float64)).view(shape).expand(weight.shape)
+        for factor in (update.step_size, update.denom_scale)
+    )
+    changed = torch.empty(weight.shape, dtype=torch.bool, device="cpu")
+    rows = max(1, _CHUNK // max(1, weight.shape[1]))
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        after, seen = master[part].double(), weight[part]
+        move = step_size[part] * exp_avg[part].double()
+        move /= exp_avg_sq[part].double().sqrt() * denom_scale[part] + eps
+        before = (after + move) / decay
+        slack = (after.abs() + move.abs() + before.abs()) * _ROUNDING
+        lowest, highest = ((before + side).to(weight.dtype).float() for side in (-slack, slack))
+        changed[part] = ~((lowest <= seen.float()) & (seen.float() <= highest))
+    return changed
+
+
+def _follow(master: Tensor, weight: Tensor) -> None:
+    """master := weight where the weight is not the rounded master, bit for bit."""
+    changed = _bits(master.to(weight.dtype)) != _bits(weight)
+    master.copy_(torch.where(changed, weight.to(torch.float32), master))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN and signed zeros compare as what they are."""
+    return tensor.view(_BITS[tensor.element_size()])
