@@ -37,9 +37,7 @@ def test_smoke_runs_the_whole_path(command):
     summary = outcome.summary()
     assert summary["validation_loss_after"] < summary["validation_loss_before"] - 0.5
     assert summary["windows"] == 4 + 3  # four of warm-up, one step each
-    assert (
-        summary["selections"] == 4
-    )  # step 1, the warm-up's end, step 8 (a window's end), step 16 (likewise)
+    assert summary["selections"] == 4  # step 1, the warm-up's end, step 8 (a window's end), step 16 (likewise)
     assert (outcome.folder / "summary.txt").read_text() in outcome.out
     assert (outcome.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 

@@ -103,7 +103,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW's settings and the learning rate's course."""
 
-    lr: float = 1e-4
+    lr: float = 5e-5
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
