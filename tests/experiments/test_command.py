@@ -36,8 +36,7 @@ def test_smoke_runs_the_whole_path(command):
     assert [record["step"] for record in outcome.metrics() if "validation_loss" in record] == [0, 8, 16]
     summary = outcome.summary()
     assert summary["validation_loss_after"] < summary["validation_loss_before"] - 0.5
-    assert summary["windows"] == 4 + 3  # four of warm-up, one step each
-    assert summary["selections"] == 4  # step 1, the warm-up's end, step 8 (a window's end), step 16 (likewise)
+    assert summary["selections"] == 3 and summary["windows"] == 4
     assert (outcome.folder / "summary.txt").read_text() in outcome.out
     assert (outcome.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -96,11 +95,8 @@ def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):
 
 def test_a_sweep_leaves_separate_runs(command, monkeypatch):  # F1, F15
     monkeypatch.setenv("WANDB_RUN_ID", "stale")
-    cold = "engine.full_warm_up_rounds=0"
     try:
-        outcome = command(
-            "-m", *SMOKE, "tracking=offline", "engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4", cold
-        )
+        outcome = command("-m", *SMOKE, "tracking=offline", "engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4")
     finally:
         wandb.teardown()  # its service process would otherwise live as long as the tests
     assert outcome.code == 0

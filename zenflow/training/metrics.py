@@ -207,7 +207,7 @@ def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("to the host", f"{down / 1e6:.1f} MB a step ({down / size:.2f} M; M = {size / 1e6:.1f} MB of weights)"),
         ("to the device", f"{up / 1e6:.1f} MB a step ({up / size:.2f} M)"),
         ("windows", f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"),
-        ("CPU optimizer", f"busy {s['worker_busy_share']:.0%} of the time"),
+        ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time"),
     ]
 
 
