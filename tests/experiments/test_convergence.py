@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from zenflow.training.run import train
 from zenflow.training.schema import (
@@ -30,6 +32,7 @@ def final_loss(folder, engine: EngineConfig) -> tuple[float, float]:
     """Validation loss before and after 80 steps, with the same seed, samples and dropout for every engine."""
     config = TrainConfig(
         steps=80,
+        threads=1,
         batch_size=16,
         plot=False,
         engine=engine,
@@ -41,6 +44,14 @@ def final_loss(folder, engine: EngineConfig) -> tuple[float, float]:
     return json.loads((folder / "summary.json").read_text())["validation_loss_before"], after
 
 
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_zenflow_ends_near_adamw_on_minilm(tmp_path):
     start, adamw = final_loss(tmp_path / "adamw", AdamWEngine())
