@@ -174,7 +174,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
     missing = [name for name in required if name not in entry]
     if missing:
         raise ValueError(f"the state of {newcomer.name} lacks {', '.join(missing)}")
-    if entry["whole"] == deferred:
+    if entry["whole"] is not (not deferred):
         raise ValueError(
             f"the state of {newcomer.name} was saved with whole={entry['whole']}, here it is {not deferred}"
         )
@@ -197,6 +197,12 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
             raise ValueError(
                 f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}"
             )
+    for name in STATES:
+        if entry[name].isnan().any():
+            raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
+    rows = entry.get("pending_hyper", [])
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 5 for row in rows):
+        raise ValueError(f"pending_hyper of {newcomer.name} is {rows!r}; allowed is a list of five numbers a step")
     if entry["step"].numel() and int(entry["step"].min()) < 0:
         raise ValueError(f"step of {newcomer.name} is {int(entry['step'].min())}; allowed is 0 or more")
     if deferred and not _is_choice(entry["selected"], channels):
