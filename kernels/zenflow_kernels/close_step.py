@@ -38,12 +38,12 @@ N_STAMP, N_LOG = tl.constexpr(STAMP_WORDS), tl.constexpr(LOG_WORDS)
 FINITE, CLIP, INV_SCALE, ZERO = (tl.constexpr(w) for w in (LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO))
 
 
-@triton.jit(do_not_specialize=["n_partials", "n_params", "position", "limit_bits"])
+@triton.jit(do_not_specialize=["n_partials", "n_params", "position", "limit_bits", "window", "max_steps"])
 def _close_step_kernel(
     partials_ptr, present_ptr, grad_scale_ptr, found_inf_ptr,
     finite_ptr, clip_ptr, inv_scale_ptr, norm_ptr, skipped_ptr,
     window_log_ptr, count_ptr, fold_ptr, advance_ptr,
-    n_partials, n_params, position, limit_bits,
+    n_partials, n_params, position, limit_bits, window, max_steps,
     HAS_LIMIT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +76,10 @@ def _close_step_kernel(
     tl.store(log_ptr + CLIP, clip.to(tl.int32, bitcast=True))
     tl.store(log_ptr + INV_SCALE, inv_scale.to(tl.int32, bitcast=True))
     tl.store(log_ptr + ZERO, 0)
+    offs_s = tl.arange(0, N_STAMP)
+    stamp = (window.to(tl.int64) >> (32 * offs_s)).to(tl.int32)  # [N_STAMP]: low word, high word
+    tl.store(window_log_ptr + offs_s, stamp)
+    tl.store(window_log_ptr + N_STAMP + N_LOG * max_steps + offs_s, stamp)
 
     for offset in range(0, n_params, BLOCK_P):
         offs = offset + tl.arange(0, BLOCK_P)
@@ -95,6 +99,7 @@ def close_step(
     partials: Tensor,
     present: Tensor,
     *,
+    window: int,
     position: int,
     max_grad_norm: float | None,
     grad_scale: Tensor | None,
@@ -102,10 +107,11 @@ def close_step(
 ) -> None:
     """Decide this step from the partial sums of all tables and write it into `control`.
 
-    `partials` f64 `[n]`; `present` int32 `[P]`, 1 where the parameter has a gradient; `position` the step's place in
-    its window (0 starts a new window: the counts begin again). `grad_scale` and `found_inf` are GradScaler's, one
-    element each, read on the device. A step is finite if the norm is and `found_inf` is 0; then every present
-    parameter folds (overwriting at its first counted step of the window) and its count and advance grow by 1.
+    `partials` f64 `[n]`; `present` int32 `[P]`, 1 where the parameter has a gradient; `window` the number of the
+    running window and `position` the step's place in it (0 starts a new one: the counts begin again). `grad_scale` and
+    `found_inf` are GradScaler's, one element each, read on the device. A step is finite if the norm is and `found_inf`
+    is 0; then every present parameter folds (overwriting at its first counted step of the window) and its count and
+    advance grow by 1.
     """
     if not 0 <= position < control.max_steps:
         raise ValueError(f"position must be in [0, {control.max_steps}), got {position}")
@@ -116,7 +122,7 @@ def close_step(
     scaler = {"grad_scale": grad_scale, "found_inf": found_inf}
     if not uses_triton(partials):
         return close_step_reference(
-            control, partials, present, position=position, max_grad_norm=max_grad_norm, **scaler
+            control, partials, present, window=window, position=position, max_grad_norm=max_grad_norm, **scaler
         )
     with on_device(partials):
         _close_step_kernel[(1,)](
@@ -124,7 +130,7 @@ def close_step(
             control.inv_scale if grad_scale is None else grad_scale, control.finite if found_inf is None else found_inf,
             control.finite, control.clip, control.inv_scale, control.norm, control.skipped,
             control.window_log, control.count, control.fold, control.advance,
-            partials.numel(), present.numel(), position, _float64_bits(max_grad_norm),
+            partials.numel(), present.numel(), position, _float64_bits(max_grad_norm), window, control.max_steps,
             HAS_LIMIT=max_grad_norm is not None, HAS_SCALE=grad_scale is not None, HAS_FOUND=found_inf is not None,
             BLOCK=SUM_BLOCK, BLOCK_P=PARAMETER_BLOCK,
             num_warps=8, **EXACT,
@@ -141,6 +147,7 @@ def close_step_reference(
     partials: Tensor,
     present: Tensor,
     *,
+    window: int,
     position: int,
     max_grad_norm: float | None,
     grad_scale: Tensor | None,
@@ -167,6 +174,9 @@ def close_step_reference(
     log[LOG_CLIP].copy_(control.clip.view(torch.int32).view(()))
     log[LOG_INV_SCALE].copy_(control.inv_scale.view(torch.int32).view(()))
     log[LOG_ZERO].zero_()
+    words = torch.tensor([window], dtype=torch.int64).view(torch.int32).to(log.device)
+    control.window_log[:STAMP_WORDS].copy_(words)
+    control.window_log[-STAMP_WORDS:].copy_(words)
     if position == 0:
         control.count.zero_()
     counted = (present != 0) & finite

@@ -65,10 +65,3 @@ class StepControl:
     @property
     def max_steps(self) -> int:
         return (self.window_log.numel() - log_words(0)) // LOG_WORDS
-
-    def stamp(self, window: int) -> None:
-        """Write the window's number at both ends of the log, in stream order and without waiting."""
-        for word, value in enumerate((window & 0xFFFFFFFF, window >> 32)):
-            signed = value - (1 << 32) if value >= 1 << 31 else value
-            self.window_log[word].fill_(signed)
-            self.window_log[word - STAMP_WORDS].fill_(signed)

@@ -5,8 +5,9 @@ For every parameter whose `fold` is not FOLD_NONE, with `g = (f32(grad) * inv_sc
     selected   m, v, p = the order of `numerics.adamw_` with t = start + advance;  weight = round(p)
     deferred   accumulator = round(g) if fold is FOLD_OVERWRITE else round(f32(accumulator) + g)
 
-and the accumulator of selected channels is 0. With FOLD_NONE only `weight = round(p)` of the selected channels is
-written. `round` is to the nearest, ties to even, in the tensor's own dtype.
+and the accumulator of selected channels is 0; entries without an accumulator have nothing folded. With FOLD_NONE only
+`weight = round(p)` of the selected channels is written. `round` is to the nearest, ties to even, in the tensor's own
+dtype.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _step_kernel(
     fold_ptr, advance_ptr, inv_scale_ptr, clip_ptr, hyper_ptr, bias_ptr,
     bias_length, first,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    FOLDS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -148,7 +149,7 @@ def _step_kernel(
     if fold != NONE:
         grad_ptr = tiles.pointer(tl.load(grad_ptrs + entry), WEIGHT_DTYPE, EVEN)
         inv_scale, clip = tl.load(inv_scale_ptr), tl.load(clip_ptr)
-        if KIND != tiles.WHOLE:
+        if FOLDS:
             _fold_tile(
                 grad_ptr,
                 tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
@@ -212,7 +213,7 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
                 bias.shape[1], table.first,
-                ACC_DTYPE=triton_dtype(table.accumulator_dtype),
+                ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds,
                 BLOCK_R=FOLD_BLOCK // launch.block_cols, BLOCK_C=launch.block_cols,
                 **_launch_options(table, launch, even),
             )  # fmt: skip

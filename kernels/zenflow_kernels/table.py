@@ -41,7 +41,7 @@ class Entry:
     exp_avg_sq: Tensor
     start: Tensor  # int32 [n] (whole: [1]): t of each selected channel when its advance count was 0
     slot: Tensor | None  # int32 [channels]: position in the compact state, each once, -1 = deferred; None for whole
-    accumulator: Tensor | None  # [rows, cols] fp32 or bf16; None for whole
+    accumulator: Tensor | None  # [rows, cols] fp32 or bf16; None for whole, and where others take the gradient
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,11 +73,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Launch:
-    """Entries that one launch serves: the same kind, block shape and alignment."""
+    """Entries that one launch serves: the same kind, block shape and alignment, all or none with an accumulator."""
 
     kind: str
     block_cols: int
     even: bool  # every row starts on an ALIGN_BYTES boundary
+    folds: bool
     entries: tuple[int, ...]
     tile_entry: Tensor  # int32 [tiles]
 
@@ -99,7 +100,9 @@ class Table:
         self.accumulator_dtype = deferred[0].dtype if deferred else torch.float32
         self.grads: list[Tensor | None] = [None] * len(self.entries)
         self.grads_aligned = True
+        self._addresses = [0] * len(self.entries)
 
+        self._numels = [entry.weight.numel() for entry in self.entries]
         self._tiles = [_step_tiles(entry, step_tile) for entry in self.entries]
         self._norm_tiles = [-(-entry.weight.numel() // norm_tile) for entry in self.entries]
         self.n_partials = sum(self._norm_tiles)
@@ -122,24 +125,27 @@ class Table:
         """
         if len(grads) != len(self.entries):
             raise ValueError(f"bind needs one gradient an entry: {len(self.entries)}, got {len(grads)}")
-        addresses = []
-        for number, (entry, grad) in enumerate(zip(self.entries, grads, strict=True)):
-            if grad is None:
-                addresses.append(0)
-                continue
-            weight = entry.weight
-            if grad.dtype != weight.dtype or grad.device != weight.device or grad.numel() != weight.numel():
-                raise ValueError(
-                    f"gradient {number} must have {weight.numel()} elements of {weight.dtype} on {weight.device}, "
-                    f"got {tuple(grad.shape)} of {grad.dtype} on {grad.device}"
-                )
-            if not grad.is_contiguous():
-                raise ValueError(f"gradient {number} must be contiguous, got strides {grad.stride()}")
-            addresses.append(grad.data_ptr())
+        addresses = [0] * len(grads)
+        for number, grad in enumerate(grads):
+            if grad is not None:
+                if grad.dtype is not self.weight_dtype or not grad.is_contiguous() or grad.device != self.device:
+                    raise self._refused(number, grad)
+                if grad.numel() != self._numels[number]:
+                    raise self._refused(number, grad)
+                addresses[number] = grad.data_ptr()
         self.grads = list(grads)
+        if addresses == self._addresses:
+            return  # torch's allocator mostly gives the same memory again
+        self._addresses = addresses
         self.grads_aligned = not any(address % ALIGN_BYTES for address in addresses)
         staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self.grad_ptrs.copy_(staged, non_blocking=True)
+
+    def _refused(self, number: int, grad: Tensor) -> ValueError:
+        return ValueError(
+            f"gradient {number} must be contiguous, {self._numels[number]} elements of {self.weight_dtype} on "
+            f"{self.device}, got {tuple(grad.shape)} with strides {grad.stride()} of {grad.dtype} on {grad.device}"
+        )
 
     def release(self) -> None:
         """Let go of the bound gradients so that `zero_grad` frees them; on CUDA it is reused in stream order."""
@@ -154,14 +160,14 @@ class Table:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _plan_launches(self) -> list[Launch]:
-        classes: dict[tuple[str, int, bool], list[int]] = {}
+        classes: dict[tuple[str, int, bool, bool], list[int]] = {}
         for number, entry in enumerate(self.entries):
             if self._tiles[number][2]:
                 classes.setdefault(_launch_class(entry), []).append(number)
         launches = []
-        for (kind, block_cols, even), numbers in classes.items():
+        for launch_class, numbers in classes.items():
             tiles = _repeat(numbers, [self._tiles[number][2] for number in numbers])
-            launches.append(Launch(kind, block_cols, even, tuple(numbers), self._to_device(tiles, torch.int32)))
+            launches.append(Launch(*launch_class, tuple(numbers), self._to_device(tiles, torch.int32)))
         return launches
 
     def _field_rows(self) -> list[int]:
@@ -201,7 +207,7 @@ def _step_tiles(entry: Entry, tile: int) -> tuple[int, int, int]:
     return tile_rows, parts, -(-rows // tile_rows) * parts
 
 
-def _launch_class(entry: Entry) -> tuple[str, int, bool]:
+def _launch_class(entry: Entry) -> tuple[str, int, bool, bool]:
     cols = entry.shape[1]
     widths = [8, 32, 128, WIDEST_BLOCK]
     block_cols = WIDEST_BLOCK if entry.kind == "whole" else next((w for w in widths if w >= cols), WIDEST_BLOCK)
@@ -210,8 +216,8 @@ def _launch_class(entry: Entry) -> tuple[str, int, bool]:
     else:
         tensors, row = (entry.weight, entry.accumulator), cols
     even = row * entry.weight.element_size() % ALIGN_BYTES == 0
-    even = even and all(tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors)
-    return entry.kind, block_cols, even
+    even = even and all(tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors if tensor is not None)
+    return entry.kind, block_cols, even, entry.accumulator is not None
 
 
 def _check_entries(entries: Sequence[Entry]) -> None:
@@ -223,8 +229,10 @@ def _check_entries(entries: Sequence[Entry]) -> None:
                 f"entry {number}: weight must be [rows, cols] of {FLOAT_DTYPES}, got {tuple(entry.weight.shape)} of "
                 f"{entry.weight.dtype}"
             )
-        if (entry.kind == "whole") != (entry.slot is None) or (entry.kind == "whole") != (entry.accumulator is None):
-            raise ValueError(f"entry {number}: slot and accumulator belong to column and row entries, and only to them")
+        if (entry.kind == "whole") != (entry.slot is None):
+            raise ValueError(f"entry {number}: slot belongs to column and row entries, and only to them")
+        if entry.kind == "whole" and entry.accumulator is not None:
+            raise ValueError(f"entry {number}: a whole parameter has no accumulator")
         if entry.kind == "whole" and entry.selected != 1:
             raise ValueError(f"entry {number}: a whole parameter has one start, got {entry.selected}")
         compact = entry.compact_shape()

@@ -59,6 +59,7 @@ class Spec:
     selected: int = 1
     group: int = 0
     shift: int = 0  # elements by which weight, gradient and accumulator miss their alignment
+    folds: bool = True  # has an accumulator (unless whole)
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.rows}x{self.cols}-n{self.selected}"
@@ -89,7 +90,7 @@ def make_entry(spec: Spec, dtype: torch.dtype, acc_dtype: torch.dtype, pad: Padd
         exp_avg_sq=pad.hold(values(compact, gen).square()),
         start=pad.hold(torch.randint(0, 400, (n,), generator=gen, dtype=torch.int32)),
         slot=None if whole else pad.hold(slot),
-        accumulator=None if whole else pad.hold(values(shape, gen).to(acc_dtype), spec.shift),
+        accumulator=None if whole or not spec.folds else pad.hold(values(shape, gen).to(acc_dtype), spec.shift),
     )
 
 

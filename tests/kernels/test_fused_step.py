@@ -33,6 +33,7 @@ TABLES = {
         Spec("row", 9, 16, 0),
     ],
     "whole": [Spec("whole", 3, 11), Spec("whole", 1, 1000, group=1), Spec("whole", 1, 1), Spec("whole", 2, 5, shift=3)],
+    "unfolded": [Spec("column", 7, 33, 5, folds=False), Spec("row", 7, 33, 5, folds=False), Spec("row", 7, 33, 2)],
     "mixed": [Spec("column", 4, 64, 6), Spec("whole", 1, 5), Spec("row", 0, 128, 0), Spec("column", 128, 0, 0)],
 }
 SCALES = {"plain": (1.0, 1.0), "clipped": (1.0, 0.37), "unscaled": (2.0**-16, 0.37)}

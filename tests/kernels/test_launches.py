@@ -68,10 +68,9 @@ def run_every_op(world: World, grads: list[torch.Tensor], given: dict[str, torch
     """Every op of the package that works on the device, once."""
     table, control = world.table, world.control
     table.bind(grads)
-    control.stamp(number)
     partial_norms(table, given["partials"])
     close_step(
-        control, given["partials"], given["present"], position=number % 4, max_grad_norm=1.0 + number,
+        control, given["partials"], given["present"], window=number, position=number % 4, max_grad_norm=1.0 + number,
         grad_scale=given["scale"], found_inf=given["found"],
     )  # fmt: skip
     fused_step(table, control, given["hyper"], given["bias"])

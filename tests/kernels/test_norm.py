@@ -96,6 +96,9 @@ CASES = {
 }
 
 
+WINDOW = 2**32 * 7 + 2**31 + 5
+
+
 def close(function, control, partials, present, position, case) -> None:
     device = partials.device
 
@@ -103,7 +106,7 @@ def close(function, control, partials, present, position, case) -> None:
         return torch.tensor([case[name]], device=device) if name in case else None
 
     function(
-        control, partials, present, position=position, max_grad_norm=case.get("max_grad_norm"),
+        control, partials, present, window=WINDOW, position=position, max_grad_norm=case.get("max_grad_norm"),
         grad_scale=scalar("scale"), found_inf=scalar("found"),
     )  # fmt: skip
 
@@ -129,7 +132,6 @@ def test_decision_equals_the_reference(case, device):
 
 def test_decision_by_hand(device):
     control = StepControl.create(3, 2, device)
-    control.stamp(2**32 * 7 + 2**31 + 5)
     present = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
     partials = torch.tensor([9.0, 16.0], dtype=torch.float64, device=device)
     case = {"max_grad_norm": 1.0, "scale": 4.0}

@@ -28,7 +28,7 @@ def world() -> World:
         ({"exp_avg": torch.zeros(4, 2).half()}, "float16"),
         ({"exp_avg_sq": torch.zeros(2, 4).T}, "exp_avg_sq"),
         ({"slot": torch.zeros(6)}, "slot"),
-        ({"slot": None}, "slot and accumulator"),
+        ({"slot": None}, "slot belongs"),
         ({"accumulator": torch.zeros(4, 6).half()}, "accumulator"),
         ({"start": torch.zeros(2)}, "start"),
     ],
