@@ -1,31 +1,36 @@
-"""The CPU optimizer's arithmetic: one window's update of one piece, compiled or in torch, bit for bit the same.
+"""The CPU optimizer's arithmetic: one window's updates of a bucket, compiled or in torch, bit for bit the same.
 
 The deferred rule `accumulate` (README): over the n steps of the window that were counted for a parameter, one AdamW
 update with the mean gradient; t += 1; the learning rate of the last counted step times n under "linear", times 1 under
 "none", times a given factor; decoupled decay is the product over the n steps under "linear", else the last step's.
+The deferred rule `replay`: n AdamW updates, each with its own step's gradient, learning rate and decay; t += n.
+
+Gradients come from the ring's lanes: one lane with the window's clipped sum, or one a step with the raw gradient, whose
+effective gradient is `(g * inv_scale) * clip`. Sums are taken in fp32 in the order of the steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zenflow.bias import bias_table
-from zenflow.native import Native
+from zenflow.geometry import ITEM_BYTES, Matrix, Piece
+from zenflow.native import ARRAYS, GRAD_KINDS, LANE, OUT_KINDS, PIECE, PLAN, Native
 
 if TYPE_CHECKING:  # imported where the compiled pass is missing only
     from torch import Tensor
 
-NARROW, WIDE = 256, 2048  # columns: shorter rows are joined until a run is as long as the second
-
 
 @dataclass(frozen=True)
 class Update:
-    """The factors of one update: step_size and denom_scale fp32, one a channel; constants fp32 `[7]`.
+    """The factors of one update, or of n in a row, which put an axis of n before each shape.
 
-    constants: beta1, 1 - beta1, beta2, 1 - beta2, eps, decay, n; computed in float64, rounded once.
+    step_size and denom_scale fp32 `[channels]`, or `[1]` for one t of all channels. constants fp32 `[7]`: beta1,
+    1 - beta1, beta2, 1 - beta2, eps, decay, the number that the gradient is divided by; from float64, rounded once.
     """
 
     step_size: np.ndarray
@@ -56,90 +61,176 @@ def plan_update(hyper: np.ndarray, channel_step: np.ndarray, lr_scale: str | flo
     return Update(np.float32(lr) * factors[:, 0], factors[:, 1].copy(), constants)
 
 
-def update_piece(
-    master: np.ndarray,
-    exp_avg: np.ndarray,
-    exp_avg_sq: np.ndarray,
-    grad: np.ndarray,
-    out: np.ndarray | None,
-    update: Update,
-    *,
-    rows: int,
-    cols: int,
-    by_column: bool,
-    out_dtype: str | None,
-    threads: int,
-    library: Native | None,
-) -> None:
-    """Update contiguous rows `[rows, cols]` of a matrix in place, all arrays flat.
+def plan_replay(hyper: np.ndarray, channel_step: np.ndarray) -> Update:
+    """The n updates that `replay` makes of a window: factors fp32 `[n, channels]`, constants fp32 `[n, 7]`.
 
-    master, exp_avg, exp_avg_sq fp32; grad: the sum over the window's steps, fp32, or bf16 as uint16; out: None, or
-    uint16 that receives the master rounded to `out_dtype`. The bits depend on neither `threads`, the cut nor `library`.
+    hyper and channel_step as for `plan_update`.
     """
-    arrays = master, exp_avg, exp_avg_sq, grad, out
-    if rows * cols == 0:
-        return
-    if library is None:
-        _update_in_torch(arrays, update, rows, cols, by_column, out_dtype)
-        return
-    factors = update.step_size, update.denom_scale
-    if not by_column and cols < NARROW:
-        factors, rows, cols, by_column = tuple(np.repeat(x, cols) for x in factors), 1, rows * cols, True
-    kinds = {"constants": update.constants, "out_dtype": out_dtype, "by_column": by_column, "threads": threads}
-    joined = min(rows, WIDE // cols) if by_column and cols < NARROW else 1
-    body = rows - rows % joined
-    wide = tuple(np.tile(x, joined) for x in factors) if joined > 1 else factors
-    library.adamw(*_cut(arrays, 0, body * cols), *wide, rows=body // joined, cols=cols * joined, **kinds)
-    if body < rows:
-        library.adamw(*_cut(arrays, body * cols, rows * cols), *factors, rows=rows - body, cols=cols, **kinds)
-
-
-def refresh(
-    master: np.ndarray, out: np.ndarray | None, out_dtype: str | None, threads: int, library: Native | None
-) -> None:
-    """out = the master rounded to `out_dtype`: what a piece shows in a window that does not update it."""
-    if out is None or out_dtype is None:
-        return
-    if library is not None:
-        library.round(master, out, out_dtype, threads)
-        return
-    import torch
-
-    _round(torch.from_numpy(master), torch.from_numpy(out).view(getattr(torch, out_dtype)))
-
-
-def _cut(arrays: tuple[np.ndarray | None, ...], start: int, stop: int) -> list[np.ndarray | None]:
-    return [None if x is None else x[start:stop] for x in arrays]
-
-
-def _update_in_torch(
-    arrays: tuple[np.ndarray | None, ...], update: Update, rows: int, cols: int, by_column: bool, out_dtype: str | None
-) -> None:
-    import torch
-    from zenflow_kernels.numerics import adamw_, chunks
-
-    master, exp_avg, exp_avg_sq, grad, out = (None if x is None else torch.from_numpy(x) for x in arrays)
-    if grad.dtype == torch.uint16:
-        grad = grad.view(torch.bfloat16)
-    if out is not None:
-        out = out.view(getattr(torch, out_dtype)).view(rows, cols)
-    state = [x.view(rows, cols) for x in (master, exp_avg, exp_avg_sq)]
-    shape = (1, cols) if by_column else (rows, 1)
-    step_size, denom_scale = (
-        torch.from_numpy(x).view(shape).expand(rows, cols) for x in (update.step_size, update.denom_scale)
+    updates = [plan_update(hyper[step : step + 1], channel_step + step, "none") for step in range(len(hyper))]
+    return Update(
+        np.stack([update.step_size for update in updates]),
+        np.stack([update.denom_scale for update in updates]),
+        np.stack([update.constants for update in updates]),
     )
-    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, n = update.constants.tolist()
-    constants = {"beta1": beta1, "one_minus_beta1": one_minus_beta1, "beta2": beta2, "one_minus_beta2": one_minus_beta2}
-    for piece in chunks(rows, cols, 1 << 20):
-        mean = grad.view(rows, cols)[piece].float() / n
-        cut = [x[piece] for x in state]
-        factors = {"step_size": step_size[piece], "denom_scale": denom_scale[piece]}
-        adamw_(*cut, mean, **factors, **constants, eps=eps, decay=decay)
-        if out is not None:
-            _round(cut[0], out[piece])
 
 
-def _round(master: Tensor, out: Tensor) -> None:
-    """Round to nearest even; one NaN for all, because torch's vector and scalar code write different ones."""
-    out.copy_(master)
-    out[out != out] = float("nan")
+def make_lanes(offsets: Sequence[int], inv_scale: Sequence[float], clip: Sequence[float]) -> np.ndarray:
+    """The gradients that a plan reads, as `LANE` records in order of their steps; offsets in bytes into the ring."""
+    lanes = np.empty(len(offsets), dtype=LANE)
+    lanes["offset"], lanes["inv_scale"], lanes["clip"] = offsets, inv_scale, clip
+    return lanes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to one matrix in a window: one update with the mean of all lanes, or n updates with a lane each."""
+
+    update: Update
+    lanes: np.ndarray  # LANE [n]
+    row: tuple[int, ...] = field(init=False)  # as a PLAN record, which refers to the arrays above
+
+    def __post_init__(self) -> None:
+        update, count = self.update, self.update.constants.size // 7
+        assert len(self.lanes) >= 1 and count in (1, len(self.lanes)), (count, len(self.lanes))
+        arrays = update.constants, update.step_size, update.denom_scale, self.lanes
+        addresses = [array.ctypes.data for array in arrays]
+        row = (*addresses, count, len(self.lanes), update.step_size.size // count)
+        object.__setattr__(self, "row", row)
+
+    @property
+    def advance(self) -> int:
+        """What it adds to t."""
+        return self.update.constants.size // 7
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The flat arrays of one segment, `[numel]` each, the ring `[lanes * numel]`.
+
+    master, exp_avg, exp_avg_sq fp32; ring uint8, elements of `ring_dtype`; out uint16, the bits of `out_dtype`
+    (bfloat16 or float16), or None with None. The pass is fastest where all start at a cache line.
+    """
+
+    master: np.ndarray
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    ring: np.ndarray
+    out: np.ndarray | None
+    ring_dtype: str
+    out_dtype: str | None
+
+
+class SegmentPass:
+    """The pass over a segment, a bucket at a time, in place; neither `threads`, the cut nor `library` changes a bit.
+
+    buckets: each one's pieces, ascending in the flat arrays; library: None for torch, on the threads that it has.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        matrices: Sequence[Matrix],
+        buckets: Sequence[Sequence[Piece]],
+        *,
+        threads: int,
+        library: Native | None,
+    ) -> None:
+        self.arrays, self.matrices, self.buckets = arrays, matrices, buckets
+        self.threads, self.library = threads, library
+        self.plans: list[Plan | None] = [None] * len(matrices)
+        flat = arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.ring
+        out = 0 if arrays.out is None else arrays.out.ctypes.data
+        kinds = GRAD_KINDS[arrays.ring_dtype], OUT_KINDS[arrays.out_dtype]
+        self._arrays = np.array([(*(array.ctypes.data for array in flat), out, *kinds)], dtype=ARRAYS)
+        self._pieces = [np.array([self._piece(piece) for piece in pieces], dtype=PIECE) for pieces in buckets]
+        self._plans = np.zeros(len(matrices), dtype=PLAN)
+        addresses = [pieces.ctypes.data for pieces in self._pieces]
+        self._calls = [
+            (self._arrays.ctypes.data, address, len(pieces), self._plans.ctypes.data, threads)
+            for address, pieces in zip(addresses, self._pieces, strict=True)
+        ]
+
+    def _piece(self, piece: Piece) -> tuple[int, ...]:
+        matrix = self.matrices[piece.matrix]
+        rows = piece.row_stop - piece.row_start
+        return piece.matrix, piece.offset, rows, matrix.cols, piece.row_start, matrix.channel_dim == "column"
+
+    def set_plan(self, matrix: int, plan: Plan | None) -> None:
+        """What `run` does to the matrix from now on; None: nothing but writing the rounded master to `out`."""
+        self.plans[matrix] = plan
+        self._plans[matrix] = (0,) * len(PLAN) if plan is None else plan.row
+
+    def run(self, bucket: int) -> None:
+        """Update master and moments of the bucket's pieces by their matrices' plans, and round the masters to `out`."""
+        if self.library is not None:
+            self.library.run_pass(*self._calls[bucket])
+            return
+        for piece in self.buckets[bucket]:
+            self._run_in_torch(piece)
+
+    def _run_in_torch(self, piece: Piece) -> None:
+        import torch
+        from zenflow_kernels.numerics import chunks
+
+        matrix, plan, arrays = self.matrices[piece.matrix], self.plans[piece.matrix], self.arrays
+        shape = piece.row_stop - piece.row_start, matrix.cols
+        span = slice(piece.offset, piece.offset + shape[0] * shape[1])
+        state = [torch.from_numpy(x[span]).view(shape) for x in (arrays.master, arrays.exp_avg, arrays.exp_avg_sq)]
+        grads = [] if plan is None else [self._lane_in_torch(lane["offset"], span).view(shape) for lane in plan.lanes]
+        updates = [] if plan is None else list(_updates_in_torch(plan, matrix, piece))
+        for part in chunks(*shape, 1 << 20):
+            cut = [x[part] for x in state]
+            if plan is not None:
+                scaled = (
+                    (grad[part].float() * float(lane["inv_scale"])) * float(lane["clip"])
+                    for grad, lane in zip(grads, plan.lanes, strict=True)
+                )
+                _apply_in_torch(cut, scaled, updates, part)
+            if arrays.out is not None:
+                out = torch.from_numpy(arrays.out[span]).view(getattr(torch, arrays.out_dtype)).view(shape)[part]
+                out.copy_(cut[0])
+                # One NaN for all: torch's vector and scalar code write different ones.
+                out[out != out] = float("nan")
+
+    def _lane_in_torch(self, offset: int, span: slice) -> Tensor:
+        import torch
+
+        item = ITEM_BYTES[self.arrays.ring_dtype]
+        lane = self.arrays.ring[offset + span.start * item : offset + span.stop * item]
+        return torch.from_numpy(lane).view(getattr(torch, self.arrays.ring_dtype))
+
+
+def _updates_in_torch(plan: Plan, matrix: Matrix, piece: Piece) -> Iterator[tuple]:
+    """step_size, denom_scale (fp32, expanded to the piece) and constants (floats) of each update."""
+    import torch
+
+    by_column, update, count = matrix.channel_dim == "column", plan.update, plan.advance
+    rows = piece.row_stop - piece.row_start
+    for step_size, denom_scale, constants in zip(
+        update.step_size.reshape(count, -1),
+        update.denom_scale.reshape(count, -1),
+        update.constants.reshape(count, -1).tolist(),
+        strict=True,
+    ):
+        own = slice(piece.row_start, piece.row_stop) if len(step_size) > 1 and not by_column else slice(None)
+        shape = (1, -1) if by_column else (-1, 1)
+        factors = (torch.from_numpy(x[own]).view(shape).expand(rows, matrix.cols) for x in (step_size, denom_scale))
+        yield (*factors, constants)
+
+
+def _apply_in_torch(
+    state: list[Tensor], grads: Iterator[Tensor], updates: list[tuple], part: tuple[slice, slice]
+) -> None:
+    from zenflow_kernels.numerics import adamw_
+
+    for step_size, denom_scale, constants in updates:
+        beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, n = constants
+        grad = next(grads)
+        if len(updates) == 1:
+            for other in grads:
+                grad = grad + other
+        adamw_(
+            *state, grad / n, step_size=step_size[part], denom_scale=denom_scale[part],
+            beta1=beta1, one_minus_beta1=one_minus_beta1, beta2=beta2, one_minus_beta2=one_minus_beta2,
+            eps=eps, decay=decay,
+        )  # fmt: skip

@@ -1,9 +1,10 @@
 """Where every deferred element lives: matrices, pieces, buckets and segments.
 
 A *segment* is one device and dtype: one flat storage of `numel` elements for the weights, one for the accumulator, and
-in shared memory a ring, a shadow and the worker's state of the same geometry. Its matrices lie in it one after another,
-in reverse registration order, each start aligned. A *bucket* is a contiguous range of the flat storage, the unit that
-is copied and handed to the worker; a matrix larger than a bucket is cut between rows, so a bucket holds *pieces*.
+in shared memory a ring (one such storage a lane), a shadow and the worker's state of the same geometry. Its matrices
+lie in it one after another, in reverse registration order, each start aligned. A *bucket* is a contiguous range of the
+flat storage, the unit that is copied and handed to the worker; a matrix larger than a bucket is cut between rows, so a
+bucket holds *pieces*.
 
 Plain data, picklable, importable without torch: the worker receives it over a pipe.
 """
@@ -65,11 +66,21 @@ class Segment:
     index: int
     numel: int
     weight_dtype: str  # "float32" | "bfloat16" | "float16"
-    ring_dtype: str  # "float32" | "bfloat16"
+    ring_dtype: str  # "float32" | "bfloat16" | "float16"
     max_steps: int  # the longest window, in steps
     n_groups: int  # param groups that exist when the segment is laid out
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
+    lanes: int = 1  # gradients that the ring holds side by side: 1, or 2 * max_steps
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether the ring holds each step's raw gradient, of two windows, instead of one window's clipped sum."""
+        return self.lanes > 1
+
+    def lane(self, turn: int, step: int) -> int:
+        """The lane of step `step` (from 0) of a window whose slot records are those of `turn` (0 or 1)."""
+        return turn * self.max_steps + step if self.keeps_steps else 0
 
     @property
     def n_channels(self) -> int:
@@ -87,11 +98,14 @@ def lay_out(
     max_steps: int,
     n_groups: int,
     bucket_bytes: int,
+    lanes: int = 1,
 ) -> Segment:
-    """Place matrices `(rows, cols, group)`, given in the order in which they shall travel, in a new segment.
+    """Place matrices `(rows, cols, group)`, none of them empty, in the order in which they shall travel.
 
-    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger.
+    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger. lanes: see `Segment`.
     """
+    assert lanes in (1, 2 * max_steps), f"{lanes} lanes for windows of {max_steps} steps"
+    assert all(rows > 0 and cols > 0 for rows, cols, _ in shapes), shapes
     item = ITEM_BYTES[weight_dtype]
     align, capacity = ALIGN_BYTES // item, max(1, bucket_bytes // item)
     matrices: list[Matrix] = []
@@ -106,9 +120,8 @@ def lay_out(
             pieces.append(Piece(number, row, stop, offset + row * cols, stop == rows))
         step_offset += matrix.channels
         offset += -(-matrix.numel // align) * align
-    return Segment(
-        index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), _pack(matrices, pieces, capacity)
-    )
+    buckets = _pack(matrices, pieces, capacity)
+    return Segment(index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), buckets, lanes)
 
 
 def _pack(matrices: list[Matrix], pieces: list[Piece], capacity: int) -> tuple[Bucket, ...]:

@@ -1,8 +1,8 @@
 """The compiled pass of the CPU optimizer, and the two memory orderings that Python lacks.
 
-`load()` builds native_src/adamw.c with the system's C compiler into a per-user cache and binds it with ctypes. Without
-a compiler, or with ZENFLOW_NATIVE=0, it returns None: the torch fallback gives the same bits, several times slower. The
-orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError.
+`load()` builds the C files in native_src with the system's C compiler into a per-user cache and binds them with ctypes.
+Without a compiler, or with ZENFLOW_NATIVE=0, it returns None: the torch fallback gives the same bits, several times
+slower. The orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -21,14 +21,27 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCE = Path(__file__).with_name("native_src") / "adamw.c"
+SOURCES = tuple(sorted(Path(__file__).with_name("native_src").glob("*.c")))
 FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-std=gnu11", "-shared", "-fPIC"),
 )
-GRAD_KINDS = {"float32": 0, "bfloat16": 1}
+GRAD_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 OUT_KINDS = {None: 0, "bfloat16": 1, "float16": 2}
 log = logging.getLogger("zenflow")
+
+
+def _structure(**formats: str) -> np.dtype:
+    return np.dtype(list(formats.items()))
+
+
+# What adamw.c reads, field by field: addresses and counts as 64-bit integers.
+ARRAYS = _structure(master="i8", exp_avg="i8", exp_avg_sq="i8", ring="i8", out="i8", grad_kind="i8", out_kind="i8")
+PIECE = _structure(matrix="i8", offset="i8", rows="i8", cols="i8", row_start="i8", by_column="i8")
+LANE = _structure(offset="i8", inv_scale="f4", clip="f4")
+PLAN = _structure(
+    constants="i8", step_size="i8", denom_scale="i8", lanes="i8", n_updates="i8", n_lanes="i8", n_factors="i8"
+)
 
 
 class Native:
@@ -38,51 +51,17 @@ class Native:
         self.path = path
         library, orderings = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-        self._adamw = library.zenflow_adamw
-        self._adamw.argtypes = [pointer] * 7 + [long] * 2 + [pointer] + [integer] * 4
-        self._round = library.zenflow_round
-        self._round.argtypes = [pointer, pointer, long, integer, integer]
+        # arrays, pieces [n], n, plans [matrices], threads: addresses of the structures above.
+        self.run_pass = library.zenflow_pass
+        self.run_pass.argtypes = [pointer, pointer, long, pointer, integer]
+        # a, b, c: addresses of fp32 [n] at whole cache lines; n, a multiple of 16; streaming; threads.
+        self.triad = library.zenflow_triad
+        self.triad.argtypes = [pointer, pointer, pointer, long, integer, integer]
         # Held GIL: these take nanoseconds, releasing it would cost more.
         self.load_acquire, self.store_release = orderings.zenflow_load_acquire, orderings.zenflow_store_release
         self.load_acquire.argtypes, self.load_acquire.restype = [pointer], ctypes.c_uint64
         self.store_release.argtypes = [pointer, ctypes.c_uint64]
-        self._adamw.restype = self._round.restype = self.store_release.restype = None
-
-    def adamw(
-        self,
-        master: np.ndarray,
-        exp_avg: np.ndarray,
-        exp_avg_sq: np.ndarray,
-        grad: np.ndarray,
-        out: np.ndarray | None,
-        step_size: np.ndarray,
-        denom_scale: np.ndarray,
-        *,
-        rows: int,
-        cols: int,
-        constants: np.ndarray,
-        out_dtype: str | None,
-        by_column: bool,
-        threads: int,
-    ) -> None:
-        """One AdamW update of a contiguous piece `[rows, cols]`, in place.
-
-        master, exp_avg, exp_avg_sq fp32; grad fp32, or bf16 as uint16; out uint16 or None; step_size and denom_scale
-        fp32, one a channel; constants fp32 `[7]`: beta1, 1 - beta1, beta2, 1 - beta2, eps, decay and the number of
-        steps that the gradient is divided by.
-        """
-        grad_kind = GRAD_KINDS["bfloat16" if grad.dtype == np.uint16 else "float32"]
-        self._adamw(
-            *(x.ctypes.data for x in (master, exp_avg, exp_avg_sq, grad)),
-            None if out is None else out.ctypes.data,
-            *(x.ctypes.data for x in (step_size, denom_scale)),
-            *(rows, cols, constants.ctypes.data),
-            *(grad_kind, OUT_KINDS[out_dtype], int(by_column), threads),
-        )
-
-    def round(self, master: np.ndarray, out: np.ndarray, out_dtype: str, threads: int) -> None:
-        """out (uint16) = master (fp32) rounded to nearest even."""
-        self._round(master.ctypes.data, out.ctypes.data, master.size, OUT_KINDS[out_dtype], threads)
+        self.run_pass.restype = self.triad.restype = self.store_release.restype = None
 
 
 @lru_cache(maxsize=1)
@@ -124,15 +103,15 @@ def store_release(address: int, value: int) -> None:
 def build(folder: Path | None = None) -> Path:
     """Build the library in `folder` (default: the per-user cache) unless it is there; OSError without a compiler."""
     compiler = _compiler()
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([source, " ".join([*compiler, *FLAGS]).encode(), _processor().encode()]))
+    sources = [source.read_bytes() for source in SOURCES]
+    key = hashlib.sha256(b"\0".join([*sources, " ".join([*compiler, *FLAGS]).encode(), _processor().encode()]))
     folder = cache_folder() if folder is None else folder
     library = folder / f"adamw-{key.hexdigest()[:20]}.so"
     if not library.exists():
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            command = [*compiler, *FLAGS, str(SOURCE), "-o", partial, "-lm"]
+            command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", partial, "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
             os.replace(partial, library)
         finally:

@@ -18,12 +18,10 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 from zenflow import native
-from zenflow.cpu_pass import Update, plan_update, refresh, update_piece
-from zenflow.geometry import Matrix, Piece, Segment
-from zenflow.ring import Header, SegmentMemory, Slot, TornSlotError, WorkerSettings
+from zenflow.geometry import Segment
+from zenflow.planning import SegmentWork
+from zenflow.ring import Header, SegmentMemory, TornSlotError, WorkerSettings
 
 SPIN_NS = 200_000
 # (idle since, poll interval), seconds: within training the wait is between buckets, then between windows.
@@ -36,7 +34,7 @@ class Worker:
 
     control: the socket of messages and descriptors; header: the counters that the trainer reads; parent: the trainer's
     id. connection: messages of `control`; settings, threads: as the trainer has sent them; library: the compiled pass,
-    if there is one; position: in `route`, the slot that is due; done: slots processed; running: false ends the loop.
+    if there is one; position: in `route`, the place whose slot is due; done: slots processed; running: false ends it.
     """
 
     def __init__(self, control: socket.socket, header: Header, parent: int) -> None:
@@ -44,8 +42,7 @@ class Worker:
         self.connection = Connection(os.dup(control.fileno()))
         self.settings, self.threads = WorkerSettings(), 1
         self.library = native.load()
-        self.route: list[tuple[SegmentMemory, int]] = []  # a window: every bucket of every segment, in sending order
-        self.last: list[int] = []  # sequence number that each slot of the route carried last
+        self.route: list[Place] = []  # a window: every bucket of every segment, in sending order
         self.position = 0
         self.done = 0
         self.running = True
@@ -65,68 +62,39 @@ class Worker:
                 self._receive(next(poll for since, poll in reversed(POLLS) if idle >= since * 1e9))
 
     def _arrived(self) -> bool:
-        memory, bucket = self.route[self.position]
-        ready = memory.ready(bucket)
+        place = self.route[self.position]
+        ready = place.ready()
         if ready == self.done + 1:
             return True
-        if ready != self.last[self.position]:
+        if ready != place.last[place.turn]:
             raise TornSlotError(
-                f"segment {memory.segment.index}, bucket {bucket}: ready is {ready} while slot {self.done + 1} is due"
+                f"segment {place.work.memory.segment.index}, bucket {place.bucket}: ready is {ready} "
+                f"while slot {self.done + 1} is due"
             )
         return False
 
     def _check_order(self) -> None:
         """A later slot must not be ready before an earlier one: then the earlier one has been lost."""
+        if not self.route:
+            return
+        place = self.route[self.position]
+        if place.ready(later=True) != place.last[place.turn ^ 1] and not self._arrived():
+            raise TornSlotError(f"bucket {place.bucket}: the next window is ready before slot {self.done + 1}")
         if self.position + 1 >= len(self.route):
             return
-        memory, bucket = self.route[self.position + 1]
-        if memory.ready(bucket) == self.done + 2 and not self._arrived():
-            raise TornSlotError(f"slot {self.done + 2} (bucket {bucket}) is ready before slot {self.done + 1}")
+        place = self.route[self.position + 1]
+        if place.ready() == self.done + 2 and not self._arrived():
+            raise TornSlotError(f"slot {self.done + 2} (bucket {place.bucket}) is ready before slot {self.done + 1}")
 
     def _process(self) -> None:
-        started = time.perf_counter_ns()
-        memory, bucket = self.route[self.position]
-        slot = memory.read_slot(bucket, self.done + 1)
-        pieces = memory.segment.buckets[bucket].pieces
-        # All plans before the first pass: a pass leaves nothing of the interpreter in the caches, and its threads wait.
-        plans = [self._plan(memory, slot, piece) for piece in pieces]
-        for piece, plan in zip(pieces, plans, strict=True):
-            self._update(memory, piece, plan)
-            self.header.beat()
+        started = time.monotonic_ns()
+        place = self.route[self.position]
+        place.work.process(place.bucket, self.done + 1, place.turn)
         self.done += 1
-        self.last[self.position] = self.done
+        finished = place.finish(self.done, started)
         self.position = (self.position + 1) % len(self.route)
-        self.header.finish(self.done, time.perf_counter_ns() - started)
-
-    def _plan(self, memory: SegmentMemory, slot: Slot, piece: Piece) -> Update | None:
-        """The piece's update, None if no step was counted for its matrix."""
-        matrix = memory.segment.matrices[piece.matrix]
-        counted = slot.counted[:, piece.matrix]
-        if not counted.any():
-            return None
-        steps = _channel_steps(memory, matrix)
-        if matrix.channel_dim == "row":
-            steps = steps[piece.row_start : piece.row_stop]
-        return plan_update(slot.hyper[counted, matrix.group], steps, self.settings.deferred_lr_scale)
-
-    def _update(self, memory: SegmentMemory, piece: Piece, plan: Update | None) -> None:
-        segment = memory.segment
-        matrix = segment.matrices[piece.matrix]
-        rows, cols = piece.row_stop - piece.row_start, matrix.cols
-        span = slice(piece.offset, piece.offset + rows * cols)
-        master, shadow = memory.master[span], None if memory.shadow is None else memory.shadow[span]
-        out_dtype = None if shadow is None else segment.weight_dtype
-        if plan is None:
-            refresh(master, shadow, out_dtype, self.threads, self.library)
-            return
-        update_piece(
-            master, memory.exp_avg[span], memory.exp_avg_sq[span], _gradient(memory)[span], shadow, plan,
-            rows=rows, cols=cols, by_column=matrix.channel_dim == "column",
-            out_dtype=out_dtype, threads=self.threads, library=self.library,
-        )  # fmt: skip
-        if piece.last:
-            # Every piece of the matrix, in this bucket or an earlier one, has its plan from the old count.
-            _channel_steps(memory, matrix)[:] += 1
+        self.header.beat()
+        self.header.finish(self.done, finished - started)
 
     def _receive(self, timeout: float) -> None:
         """Handle a message if one comes within `timeout` seconds; end if the trainer is gone."""
@@ -162,17 +130,32 @@ class Worker:
         memory = SegmentMemory.attach(segment, fds)
         for arena in memory.arenas:
             arena.populate(self.threads)
-        self.route += [(memory, bucket.index) for bucket in segment.buckets]
-        self.last += [0] * len(segment.buckets)
+        work = SegmentWork(memory, self.settings, threads=self.threads, library=self.library)
+        self.route += [Place(work, bucket.index) for bucket in segment.buckets]
         self.connection.send(("attached", segment.index))
 
 
-def _channel_steps(memory: SegmentMemory, matrix: Matrix) -> np.ndarray:
-    return memory.channel_step[matrix.step_offset : matrix.step_offset + matrix.channels]
+class Place:
+    """A bucket in the route; turn: of the slot that is due; last: the number that each turn's slot carried last."""
 
+    def __init__(self, work: SegmentWork, bucket: int) -> None:
+        self.work, self.bucket = work, bucket
+        self.turn, self.last = 0, [0, 0]
+        records = [work.memory.slot_record(turn, bucket) for turn in (0, 1)]
+        self._times = [(record.started_ns, record.finished_ns) for record in records]
 
-def _gradient(memory: SegmentMemory) -> np.ndarray:
-    return memory.ring.view(np.float32 if memory.segment.ring_dtype == "float32" else np.uint16)
+    def ready(self, later: bool = False) -> int:
+        """The `ready` word of the slot that is due, or of the bucket's next one."""
+        return self.work.memory.ready(self.bucket, self.turn ^ later)
+
+    def finish(self, seq: int, started: int) -> int:
+        """Note the times of the slot that has been processed, and take the other turn; CLOCK_MONOTONIC now, in ns."""
+        finished = time.monotonic_ns()
+        for word, value in zip(self._times[self.turn], (started, finished), strict=True):
+            word[0] = value
+        self.last[self.turn] = seq
+        self.turn ^= 1
+        return finished
 
 
 def main(arguments: list[str]) -> int:

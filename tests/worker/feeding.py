@@ -25,10 +25,11 @@ def make_segment(
     weight_dtype: str = "bfloat16",
     ring_dtype: str = "bfloat16",
     bucket_bytes: int = 1 << 20,
+    lanes: int = 1,
 ) -> Segment:
     return lay_out(
         index, shapes, channel_dim=channel_dim, weight_dtype=weight_dtype, ring_dtype=ring_dtype,
-        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes,
+        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes, lanes=lanes,
     )  # fmt: skip
 
 
@@ -41,14 +42,25 @@ def quantize(values: np.ndarray, dtype: str) -> np.ndarray:
     return torch.from_numpy(values).to(getattr(torch, dtype)).float().numpy()
 
 
+def encode(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values as the bytes of a ring."""
+    return (values if dtype == "float32" else to_bits(values, dtype)).ravel().view(np.uint8)
+
+
 @dataclass
 class Window:
-    """What the trainer knows of one window: hyper `[n, GROUPS, 5]`, present `[n, matrices]`, finite `[n]`, sums."""
+    """What the trainer knows of one window: hyper `[n, GROUPS, 5]`, present `[n, matrices]`, finite `[n]`.
+
+    grads, a list a segment, fp32: sums `[rows, cols]`, or raw gradients `[n, rows, cols]` where the ring keeps steps,
+    whose factors are clip and inv_scale, float32 `[n]`.
+    """
 
     hyper: np.ndarray
     present: list[np.ndarray]
     finite: np.ndarray
-    sums: list[list[np.ndarray]]
+    grads: list[list[np.ndarray]]
+    clip: np.ndarray
+    inv_scale: np.ndarray
 
 
 @dataclass
@@ -66,24 +78,32 @@ class SimulatedMatrix:
         self.exp_avg, self.exp_avg_sq = np.zeros_like(self.master), np.zeros_like(self.master)
         self.t = np.zeros(self.matrix.channels, dtype=np.int64)
 
+    def replay(self, steps: np.ndarray, grads: list[np.ndarray]) -> None:
+        """One update a counted step: `[n, 5]`, and effective gradients, float32 `[rows, cols]`."""
+        for step, grad in zip(steps, grads, strict=True):
+            lr, beta1, beta2, eps, decay_rate = (float(x) for x in step)
+            self._update(grad, lr, beta1, beta2, eps, 1 - lr * decay_rate)
+
     def window(self, steps: np.ndarray, total: np.ndarray, lr_scale: str | float) -> None:
         """steps: the counted steps' `[n, 5]`; total: the sum of the gradients, float32 `[rows, cols]`."""
         n = len(steps)
         if n == 0:
             return
-        f32 = np.float32
         lr, beta1, beta2, eps, decay_rate = (float(x) for x in steps[-1])
         decay = 1 - lr * decay_rate
         if lr_scale == "linear":
             lr, decay = lr * n, float(np.prod([1 - s[0] * s[4] for s in steps.tolist()]))
         elif lr_scale != "none":
             lr *= lr_scale
+        self._update(total / np.float32(n), lr, beta1, beta2, eps, decay)
+
+    def _update(self, grad: np.ndarray, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> None:
+        f32 = np.float32
         self.t += 1
         first = np.array([1 / (1 - beta1 ** int(t)) for t in self.t]).astype(f32)
         second = np.array([1 / (1 - beta2 ** int(t)) ** 0.5 for t in self.t]).astype(f32)
         shape = (1, -1) if self.matrix.channel_dim == "column" else (-1, 1)
         step_size, scale = (f32(lr) * first).reshape(shape), second.reshape(shape)
-        grad = total / f32(n)
         self.exp_avg = f32(beta1) * self.exp_avg + f32(1 - beta1) * grad
         self.exp_avg_sq = f32(beta2) * self.exp_avg_sq + f32(1 - beta2) * (grad * grad)
         denominator = np.sqrt(self.exp_avg_sq) * scale + f32(eps)
@@ -129,47 +149,55 @@ class Trainer:
         hyper = np.empty((n_steps, GROUPS, 5))
         hyper[:] = lr, beta1, 0.99, 1e-8, 0.1
         hyper[:, :, 0] *= 1 + np.arange(n_steps * GROUPS).reshape(n_steps, GROUPS) / 7
-        sums = [
-            [
-                quantize(self.normal(x.rows, x.cols) * self.normal(1, x.cols) ** 9, memory.segment.ring_dtype)
-                for x in memory.segment.matrices
-            ]
-            for memory in self.memories
+        grads = [
+            [self._gradient(memory.segment, x, n_steps) for x in memory.segment.matrices] for memory in self.memories
         ]
         present = [np.ones((n_steps, len(memory.segment.matrices)), dtype=bool) for memory in self.memories]
-        return Window(hyper, present, np.ones(n_steps, dtype=bool), sums)
+        clip = self.random.random(n_steps, dtype=np.float32)
+        inv_scale = np.float32(2) ** -self.random.integers(0, 9, n_steps).astype(np.float32) / np.float32(3)
+        return Window(hyper, present, np.ones(n_steps, dtype=bool), grads, clip, inv_scale)
+
+    def _gradient(self, segment: Segment, matrix: Matrix, n_steps: int) -> np.ndarray:
+        shape = (n_steps, matrix.rows, matrix.cols) if segment.keeps_steps else (matrix.rows, matrix.cols)
+        return quantize(self.normal(*shape) * self.normal(1, matrix.cols).clip(-2.5, 2.5) ** 9, segment.ring_dtype)
 
     def fill(self, window: Window) -> None:
         """Everything of a window but the ready words."""
         self.window_number += 1
         for seq, (memory, bucket) in enumerate(self.slots(), start=self.seq + 1):
-            number = self.memories.index(memory)
-            self.fill_slot(
-                memory, bucket, seq, window.hyper, window.present[number], window.finite, window.sums[number]
-            )
+            self.fill_slot(memory, bucket, seq, window)
 
-    def fill_slot(
-        self,
-        memory: SegmentMemory,
-        bucket: int,
-        seq: int,
-        hyper: np.ndarray,
-        present: np.ndarray,
-        finite: np.ndarray,
-        sums: list[np.ndarray],
-    ) -> None:
-        """One slot and its payload, but its ready word."""
+    def fill_slot(self, memory: SegmentMemory, bucket: int, seq: int, window: Window) -> int:
+        """One slot and its payload, but its ready word; its turn."""
+        number, n_steps = self.memories.index(memory), len(window.hyper)
+        turn = memory.turn(bucket)
+        for piece in memory.segment.buckets[bucket].pieces:
+            grad = window.grads[number][piece.matrix]
+            if not memory.segment.keeps_steps:
+                self._fill_lane(memory, 0, piece.offset, grad[piece.row_start : piece.row_stop])
+                continue
+            counted = window.present[number][:, piece.matrix] & window.finite
+            for step in range(MAX_STEPS):
+                # A lane that no counted step has written holds rubbish, at worst NaN.
+                rows = grad[step] if step < n_steps and counted[step] else np.full_like(grad[0], np.nan)
+                lane = turn * MAX_STEPS + step
+                self._fill_lane(memory, lane, piece.offset, rows[piece.row_start : piece.row_stop])
+        assert memory.write_slot(bucket, seq, self.window_number, n_steps, window.hyper, window.present[number]) == turn
+        if bucket == 0:
+            log = memory.slot_record(turn, bucket).device_log
+            log[:] = -1
+            log[:2].view(np.uint64)[0] = log[-2:].view(np.uint64)[0] = self.window_number
+            steps = log[2:-2].reshape(-1, 4)[:n_steps]
+            steps[:, 0], steps[:, 3] = window.finite, 0
+            steps[:, 1], steps[:, 2] = window.clip.view(np.int32), window.inv_scale.view(np.int32)
+        return turn
+
+    @staticmethod
+    def _fill_lane(memory: SegmentMemory, lane: int, offset: int, rows: np.ndarray) -> None:
         segment = memory.segment
-        words = memory.ring.view(np.float32 if segment.ring_dtype == "float32" else np.uint16)
-        for piece in segment.buckets[bucket].pieces:
-            rows = sums[piece.matrix][piece.row_start : piece.row_stop]
-            payload = rows if segment.ring_dtype == "float32" else to_bits(rows, "bfloat16")
-            words[piece.offset : piece.offset + rows.size] = payload.ravel()
-        memory.write_slot(bucket, seq, self.window_number, len(hyper), hyper, present)
-        log = memory.slots[bucket].device_log
-        log[:] = -1
-        log[:2].view(np.uint64)[0] = log[-2:].view(np.uint64)[0] = self.window_number
-        log[2 : 2 + 4 * len(finite) : 4] = finite
+        payload = encode(rows, segment.ring_dtype)
+        start = (lane * segment.numel + offset) * payload.size // rows.size
+        memory.ring[start : start + payload.size] = payload
 
     def slots(self) -> Iterator[tuple[SegmentMemory, int]]:
         return ((memory, bucket.index) for memory in self.memories for bucket in memory.segment.buckets)
@@ -177,17 +205,33 @@ class Trainer:
     def publish(self) -> int:
         for memory, bucket in self.slots():
             self.seq += 1
-            memory.publish(bucket, self.seq)
+            memory.publish(bucket, memory.turn(bucket) ^ 1, self.seq)
         return self.seq
 
     def run(self, window: Window) -> None:
         """Send a window, wait for it, simulate it."""
         self.fill(window)
         self.client.wait_done(self.publish())
-        for matrices, present, sums in zip(self.simulated, window.present, window.sums, strict=True):
-            for number, (simulated, total) in enumerate(zip(matrices, sums, strict=True)):
+        self.simulate(window)
+
+    def simulate(self, window: Window) -> None:
+        for memory, matrices, present, grads in zip(
+            self.memories, self.simulated, window.present, window.grads, strict=True
+        ):
+            for number, (simulated, grad) in enumerate(zip(matrices, grads, strict=True)):
                 counted = present[:, number] & window.finite
-                simulated.window(window.hyper[counted, simulated.matrix.group], total, self.settings.deferred_lr_scale)
+                steps = window.hyper[counted, simulated.matrix.group]
+                if not memory.segment.keeps_steps:
+                    simulated.window(steps, grad, self.settings.deferred_lr_scale)
+                    continue
+                effective = [(grad[i] * window.inv_scale[i]) * window.clip[i] for i in np.flatnonzero(counted)]
+                if self.settings.deferred_rule == "replay":
+                    simulated.replay(steps, effective)
+                elif effective:
+                    total = effective[0]
+                    for other in effective[1:]:
+                        total = total + other
+                    simulated.window(steps, total, self.settings.deferred_lr_scale)
 
     def bits(self) -> list[np.ndarray]:
         """Every bit of every result, in an order that does not depend on buckets."""

@@ -47,7 +47,7 @@ def test_a_killed_worker_is_noticed_and_named(trainer, moment, sent):
     done = t.seq
     t.fill(t.make_window())
     if moment == "mid-window":
-        t.memories[0].publish(0, t.seq + 1)
+        t.memories[0].publish(0, 1, t.seq + 1)
         t.client.wait_done(t.seq + 1)
         done += 1
     os.kill(t.client.worker_pid, sent)

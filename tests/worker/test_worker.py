@@ -60,7 +60,7 @@ def test_learning_rate_zero_and_zero_gradients_change_nothing(trainer):
     t = trainer(make_segment())
     before = t.bits()
     window = t.make_window(lr=0.0)
-    window.sums = [[np.zeros_like(total) for total in sums] for sums in window.sums]
+    window.grads = [[np.zeros_like(total) for total in sums] for sums in window.grads]
     t.run(window)
     for old, new in zip(before[:-1], t.bits()[:-1], strict=True):
         np.testing.assert_array_equal(old, new)
@@ -111,7 +111,7 @@ def test_a_segment_attached_between_two_windows(trainer):
 def test_a_segment_attached_inside_a_window_is_an_error(trainer):
     t = trainer(make_segment(bucket_bytes=700))
     t.fill(t.make_window())
-    t.memories[0].publish(0, 1)
+    t.memories[0].publish(0, 0, 1)
     t.client.wait_done(1)
     with pytest.raises(WorkerError, match="between two windows"):
         t.add(make_segment(1))
@@ -120,18 +120,17 @@ def test_a_segment_attached_inside_a_window_is_an_error(trainer):
 def test_slots_in_flight_are_neither_torn_nor_overwritten(trainer):
     """E15: two slots, 500 windows of stamped gradients; a slot is refilled once it is free, the other in flight."""
     t = trainer(make_segment(shapes=((31, 160, 0), (31, 160, 1)), bucket_bytes=31 * 160 * 2))
-    (memory,), hyper = t.memories, np.full((1, 2, 5), (1e-3, 0.9, 0.99, 1e-8, 0.1))
+    memory = t.memories[0]
     assert len(memory.segment.buckets) == 2
-    counted = np.ones((1, 2), dtype=bool)
-    for window in range(1, 501):
-        t.window_number = window
+    window = t.make_window(1, lr=1e-3)
+    for t.window_number in range(1, 501):
+        stamp = np.float32((-1) ** t.window_number * (t.window_number % 128))
+        window.grads = [[np.full((31, 160), stamp + bucket, dtype=np.float32) for bucket in (0, 1)]]
         for bucket in (0, 1):
-            seq = 2 * (window - 1) + bucket + 1
+            seq = 2 * (t.window_number - 1) + bucket + 1
             t.client.wait_done(seq - 2)
-            sums = [np.full((31, 160), (-1) ** window * (window % 128 + bucket), dtype=np.float32)] * 2
-            t.fill_slot(memory, bucket, seq, hyper, counted, counted[:, 0], sums)
-            memory.publish(bucket, seq)
-            t.simulated[0][bucket].window(hyper[:, bucket], sums[bucket], "linear")
+            memory.publish(bucket, t.fill_slot(memory, bucket, seq, window), seq)
+        t.simulate(window)
     t.client.wait_done(1000)
     t.check()
 
@@ -158,35 +157,35 @@ def test_counters(trainer):
     assert (t.client.header.done, t.client.busy_seconds > 0) == (t.seq, True)
 
 
-def corrupt_sequence(slot):
-    slot.seq += 7
+def corrupt_sequence(window):
+    window["seq"] += 7
 
 
-def corrupt_window(slot):
-    slot.device_log[-2] += 1
+def corrupt_window(window):
+    window["device_log"][-2] += 1
 
 
-def corrupt_hyper(slot):
-    slot.hyper[0, 0, 0] = 1.0
+def corrupt_hyper(window):
+    window["hyper"][0, 0, 0] = 1.0
 
 
-def corrupt_bucket(slot):
-    slot.bucket = 2
+def corrupt_segment(window):
+    window["segment"] = 2
 
 
 @pytest.mark.parametrize(
     "corrupt, named",
     [(corrupt_sequence, "seq is 9"), (corrupt_window, "last window word"), (corrupt_hyper, "checksum"),
-     (corrupt_bucket, "bucket is 2")],
+     (corrupt_segment, "segment is 2")],
 )  # fmt: skip
 def test_a_torn_slot_stops_the_worker_and_names_it(trainer, corrupt, named):
     t = trainer(make_segment(bucket_bytes=700))
     t.fill(t.make_window())
     before = t.bits()
-    t.memories[0].publish(0, 1)
+    t.memories[0].publish(0, 0, 1)
     t.client.wait_done(1)
-    corrupt(t.memories[0].slots[1])
-    t.memories[0].publish(1, 2)
+    corrupt(t.memories[0].windows[0])
+    t.memories[0].publish(1, 0, 2)
     with pytest.raises(WorkerError, match=f"exit code 1(.|\n)*TornSlotError: slot 2 .*{named}"):
         within(5, t.client.wait_done, 2)
     assert t.client.header.done == 1
@@ -194,11 +193,15 @@ def test_a_torn_slot_stops_the_worker_and_names_it(trainer, corrupt, named):
     np.testing.assert_array_equal(t.memories[0].master.view(np.uint32)[rest], before[0][rest])
 
 
-@pytest.mark.parametrize("bucket, seq", [(0, 2), (0, 99), (1, 2)], ids=["late", "foreign", "overtaken"])
-def test_a_reordered_slot_stops_the_worker(trainer, bucket, seq):
+@pytest.mark.parametrize(
+    "bucket, turn, seq",
+    [(0, 0, 2), (0, 0, 99), (1, 0, 2), (0, 1, 1)],
+    ids=["late", "foreign", "overtaken", "in-the-other-turn"],
+)
+def test_a_reordered_slot_stops_the_worker(trainer, bucket, turn, seq):
     t = trainer(make_segment(bucket_bytes=700))
     t.fill(t.make_window())
-    t.memories[0].publish(bucket, seq)
+    t.memories[0].publish(bucket, turn, seq)
     with pytest.raises(WorkerError, match="TornSlotError: .*slot 1"):
         within(5, t.client.wait_done, 1)
     with pytest.raises(WorkerError, match="TornSlotError"):

@@ -1,25 +1,54 @@
-/* One AdamW update of a piece [rows, cols] in one pass over memory: mean gradient in, master and moments updated in
- * place, the rounded weight out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to
- * fp32: build with -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts
- * change no bit. Also the two memory orderings that Python lacks. */
+/* A slot's AdamW updates in one pass over memory: gradients in, master and moments updated in place, the rounded weights
+ * out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to fp32: build with
+ * -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts change no bit.
+ * The structures are those of zenflow/native.py. */
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 
-#define ALIGNED_CUT 64
+#define CUT 64     /* elements: threads meet between cache lines of every array */
+#define BLOCK 512  /* elements that stay in the first-level cache from the gradient to the rounded weight */
+#define LINE 32    /* rounded weights in a cache line */
 #define SERIAL_BELOW 32768
 #define INLINE static inline __attribute__((always_inline))
 
-enum { GRAD_F32, GRAD_BF16 };
+enum { GRAD_F32, GRAD_BF16, GRAD_F16 };
 enum { OUT_NONE, OUT_BF16, OUT_F16 };
+
+typedef struct { /* the flat arrays of a segment; ring: lane after lane; out: NULL with OUT_NONE */
+    float *master, *exp_avg, *exp_avg_sq;
+    const char *ring;
+    uint16_t *out;
+    int64_t grad_kind, out_kind;
+} arrays_t;
+
+typedef struct { /* rows of a matrix, contiguous from element `offset` of the flat arrays */
+    int64_t matrix, offset, rows, cols, row_start, by_column;
+} piece_t;
+
+typedef struct { /* a step's gradient: `offset` bytes into the ring */
+    int64_t offset;
+    float inv_scale, clip;
+} lane_t;
 
 typedef struct {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, n;
-} hyper_t;
+} constants_t;
+
+typedef struct { /* of a matrix: no update, one with the mean of all lanes, or one a lane; factors [n_updates, n_factors] */
+    const constants_t *constants;
+    const float *step_size, *denom_scale;
+    const lane_t *lanes;
+    int64_t n_updates, n_lanes, n_factors;
+} plan_t;
 
 INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 INLINE float real(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
 
 INLINE uint16_t to_bf16(float x) {
     uint32_t u = bits(x);
@@ -37,72 +66,150 @@ INLINE uint16_t to_f16(float x) {
     return a > 0x7f800000 ? 0x7e00 : (uint16_t)(h | sign);
 }
 
-INLINE void store(void *out, long i, float x, int out_kind) {
-    if (out_kind == OUT_BF16) ((uint16_t *)out)[i] = to_bf16(x);
-    if (out_kind == OUT_F16) ((uint16_t *)out)[i] = to_f16(x);
+/* Exact. Subnormals by a subtraction at 2^-14, which no subnormal fp32 slows down. */
+INLINE float from_f16(uint16_t h) {
+    uint32_t a = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t normal = a + (112u << 23), subnormal = bits(real(a + (113u << 23)) - real(113u << 23));
+    uint32_t u = a < (1u << 23) ? subnormal : normal;
+    u = a >= (31u << 23) ? a + (224u << 23) : u;
+    return real(u | sign);
 }
 
-INLINE void span(float *restrict p, float *restrict m, float *restrict v, const void *restrict grad, void *restrict out,
-                 const float *restrict step, const float *restrict scale, long length, hyper_t h,
-                 int grad_kind, int out_kind, int by_column) {
+/* g = the lane's effective gradient, or that much more. */
+INLINE void read_lane(float *restrict g, const char *restrict grad, lane_t lane, long length, int kind, int add) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) {
+        float x = kind == GRAD_F32    ? ((const float *)grad)[i]
+                  : kind == GRAD_BF16 ? real((uint32_t)((const uint16_t *)grad)[i] << 16)
+                                      : from_f16(((const uint16_t *)grad)[i]);
+        x = (x * lane.inv_scale) * lane.clip;
+        g[i] = add ? g[i] + x : x;
+    }
+}
+
+static void gradient(float *g, const arrays_t *a, lane_t lane, long first, long length, int add) {
+    const char *grad = a->ring + lane.offset + first * (a->grad_kind == GRAD_F32 ? 4 : 2);
+#define READ(KIND) \
+    if (add) read_lane(g, grad, lane, length, KIND, 1); \
+    else read_lane(g, grad, lane, length, KIND, 0); \
+    break
+    switch (a->grad_kind) {
+        case GRAD_F32: READ(GRAD_F32);
+        case GRAD_BF16: READ(GRAD_BF16);
+        case GRAD_F16: READ(GRAD_F16);
+    }
+}
+
+INLINE void adamw(float *restrict p, float *restrict m, float *restrict v, const float *restrict g,
+                  const float *restrict step, const float *restrict scale, long length, constants_t h, int each) {
     const float step0 = step[0], scale0 = scale[0];
 #pragma omp simd
     for (long i = 0; i < length; i++) {
-        float g = grad_kind == GRAD_BF16 ? real((uint32_t)((const uint16_t *)grad)[i] << 16) : ((const float *)grad)[i];
-        g = g / h.n;
-        float first = h.beta1 * m[i] + h.one_minus_beta1 * g;
-        float second = h.beta2 * v[i] + h.one_minus_beta2 * (g * g);
-        float denominator = sqrtf(second) * (by_column ? scale[i] : scale0) + h.eps;
-        float x = p[i] * h.decay - (by_column ? step[i] : step0) * (first / denominator);
+        float first = h.beta1 * m[i] + h.one_minus_beta1 * g[i];
+        float second = h.beta2 * v[i] + h.one_minus_beta2 * (g[i] * g[i]);
+        float denominator = sqrtf(second) * (each ? scale[i] : scale0) + h.eps;
         m[i] = first;
         v[i] = second;
-        p[i] = x;
-        store(out, i, x, out_kind);
+        p[i] = p[i] * h.decay - (each ? step[i] : step0) * (first / denominator);
     }
 }
 
-INLINE void pass(float *p, float *m, float *v, const char *grad, char *out, const float *step, const float *scale,
-                 long rows, long cols, hyper_t h, int threads, int grad_kind, int out_kind, int by_column) {
-    const long total = rows * cols, grad_item = grad_kind == GRAD_BF16 ? 2 : 4, out_item = out_kind == OUT_NONE ? 0 : 2;
-#pragma omp parallel num_threads(threads) if (total >= SERIAL_BELOW)
-    {
-        const long n = omp_get_num_threads(), k = omp_get_thread_num();
-        const long share = (total / n / ALIGNED_CUT + 1) * ALIGNED_CUT;
-        const long stop = share * (k + 1) < total ? share * (k + 1) : total;
-        for (long i = share * k; i < stop;) {
-            const long row = i / cols, col = i - row * cols, left = cols - col;
-            const long length = left < stop - i ? left : stop - i, channel = by_column ? col : row;
-            span(p + i, m + i, v + i, grad + i * grad_item, out + i * out_item, step + channel, scale + channel, length,
-                 h, grad_kind, out_kind, by_column);
-            i += length;
+/* The factors of the block's elements; one for all of them if the result is 0. */
+static int factors(const piece_t *piece, const plan_t *plan, long update, long first, long length,
+                   const float **step, const float **scale, float *step_room, float *scale_room) {
+    *step = plan->step_size + update * plan->n_factors;
+    *scale = plan->denom_scale + update * plan->n_factors;
+    if (plan->n_factors == 1) return 0;
+    const long cols = piece->cols, i = first - piece->offset;
+    long row = piece->row_start + i / cols, col = i % cols;
+    if (length <= cols - col) {
+        *step += piece->by_column ? col : row;
+        *scale += piece->by_column ? col : row;
+        return piece->by_column;
+    }
+    for (long done = 0; done < length; row++, col = 0) {
+        const long part = least(cols - col, length - done);
+        for (long j = 0; j < part; j++) {
+            step_room[done + j] = (*step)[piece->by_column ? col + j : row];
+            scale_room[done + j] = (*scale)[piece->by_column ? col + j : row];
+        }
+        done += part;
+    }
+    *step = step_room;
+    *scale = scale_room;
+    return 1;
+}
+
+INLINE void round_to(uint16_t *restrict out, const float *restrict p, long length, int kind) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) out[i] = kind == OUT_BF16 ? to_bf16(p[i]) : to_f16(p[i]);
+}
+
+/* Past the caches, which have no use for it: nobody but the copy engine reads it. */
+INLINE void stream_line(uint16_t *to, const uint16_t *from) {
+#if defined __AVX512F__
+    _mm512_stream_si512((void *)to, _mm512_load_si512((const void *)from));
+#elif defined __AVX__
+    for (int i = 0; i < 2; i++) _mm256_stream_si256((__m256i *)to + i, _mm256_load_si256((const __m256i *)from + i));
+#elif defined __SSE2__
+    for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)to + i, _mm_load_si128((const __m128i *)from + i));
+#else
+    memcpy(to, from, 2 * LINE);
+#endif
+}
+
+static void write_out(uint16_t *out, const float *p, long length, int kind) {
+    uint16_t room[BLOCK] __attribute__((aligned(64)));
+    long done = 0;
+    if (kind == OUT_BF16) round_to(room, p, length, OUT_BF16);
+    else round_to(room, p, length, OUT_F16);
+    if ((uintptr_t)out % 64 == 0) {
+        for (; done + LINE <= length; done += LINE) stream_line(out + done, room + done);
+    }
+    memcpy(out + done, room + done, 2 * (length - done));
+}
+
+static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, long first, long length) {
+    float g[BLOCK], step_room[BLOCK], scale_room[BLOCK];
+    float *p = a->master + first, *m = a->exp_avg + first, *v = a->exp_avg_sq + first;
+    for (long update = 0; update < plan->n_updates; update++) {
+        const constants_t h = plan->constants[update];
+        const float *step, *scale;
+        gradient(g, a, plan->lanes[update], first, length, 0);
+        for (long lane = 1; plan->n_updates == 1 && lane < plan->n_lanes; lane++) {
+            gradient(g, a, plan->lanes[lane], first, length, 1);
+        }
+        if (h.n != 1) {
+#pragma omp simd
+            for (long i = 0; i < length; i++) g[i] = g[i] / h.n;
+        }
+        if (factors(piece, plan, update, first, length, &step, &scale, step_room, scale_room)) {
+            adamw(p, m, v, g, step, scale, length, h, 1);
+        } else {
+            adamw(p, m, v, g, step, scale, length, h, 0);
         }
     }
+    if (a->out_kind != OUT_NONE) write_out(a->out + first, p, length, a->out_kind);
 }
 
-#define BY_DIM(G, O) \
-    if (by_column) pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, 1); \
-    else pass(p, m, v, grad, out, step, scale, rows, cols, h, threads, G, O, 0); \
-    return
-#define BY_OUT(G) \
-    if (out_kind == OUT_NONE) { BY_DIM(G, OUT_NONE); } \
-    if (out_kind == OUT_BF16) { BY_DIM(G, OUT_BF16); } \
-    BY_DIM(G, OUT_F16)
-
-void zenflow_adamw(float *p, float *m, float *v, const char *grad, char *out, const float *step, const float *scale,
-                   long rows, long cols, const float *hyper, int grad_kind, int out_kind, int by_column, int threads) {
-    hyper_t h;
-    memcpy(&h, hyper, sizeof h);
-    if (grad_kind == GRAD_F32) { BY_OUT(GRAD_F32); }
-    BY_OUT(GRAD_BF16);
-}
-
-/* out = the rounded master, for windows in which nothing is updated. */
-void zenflow_round(const float *p, char *out, long total, int out_kind, int threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static) if (total >= SERIAL_BELOW)
-    for (long i = 0; i < total; i++) {
-        ((uint16_t *)out)[i] = out_kind == OUT_BF16 ? to_bf16(p[i]) : to_f16(p[i]);
+/* pieces: ascending in offset, `n_pieces` >= 1; plans: one a matrix. */
+void zenflow_pass(const arrays_t *arrays, const piece_t *pieces, long n_pieces, const plan_t *plans, int threads) {
+    const piece_t *last = pieces + n_pieces - 1;
+    const long begin = pieces->offset / CUT * CUT, end = last->offset + last->rows * last->cols;
+#pragma omp parallel num_threads(threads) if (end - begin >= SERIAL_BELOW)
+    {
+        const long share = ((end - begin) / omp_get_num_threads() / CUT + 1) * CUT;
+        const long start = begin + share * omp_get_thread_num(), stop = least(end, start + share);
+        for (const piece_t *piece = pieces; piece <= last; piece++) {
+            const long piece_stop = least(stop, piece->offset + piece->rows * piece->cols);
+            for (long i = start > piece->offset ? start : piece->offset; i < piece_stop;) {
+                const long length = least(piece_stop, (i / BLOCK + 1) * BLOCK) - i;
+                block(arrays, piece, plans + piece->matrix, i, length);
+                i += length;
+            }
+        }
+#ifdef __SSE2__
+        _mm_sfence(); /* streamed stores obey no other order, and `done` is raised after them */
+#endif
     }
 }
-
-uint64_t zenflow_load_acquire(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-void zenflow_store_release(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
