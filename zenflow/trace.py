@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ import torch
 from zenflow.telemetry import DeviceClock
 from zenflow.trace_view import TRACKS, main, overlap_summary, render
 
-__all__ = ["Tracer", "overlap_summary", "render"]
+__all__ = ["Tracer", "overlap_summary", "render", "span"]
+_NOTHING = nullcontext()
 
 
 class _DeviceTime:
@@ -180,6 +181,13 @@ class Tracer:
             "device": device,
             "versions": versions,
         }
+
+
+def span(
+    tracer: Tracer | None, track: str, name: str, stream: torch.cuda.Stream | None, **args: Any
+) -> AbstractContextManager[None]:
+    """`tracer.span`, or nothing where nobody traces."""
+    return _NOTHING if tracer is None else tracer.span(track, name, stream, **args)
 
 
 def _microseconds(ns: float) -> float:

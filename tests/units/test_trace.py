@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from zenflow import trace
-from zenflow.trace import Tracer, overlap_summary, render
+from zenflow.trace import Tracer, overlap_summary, render, span
 from zenflow.trace_view import TRACKS, _clip, _length, _union, _without, describe, read_events, spans_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -88,8 +88,8 @@ def test_an_enclosing_span_comes_before_what_it_encloses() -> None:
 
 
 def test_an_interval_measured_backwards_has_no_length() -> None:
-    (span,) = spans_of(events_of(("trainer", "x", 9, 5)))["trainer"]
-    assert (span["ts"], span["dur"]) == (9, 0)
+    (only,) = spans_of(events_of(("trainer", "x", 9, 5)))["trainer"]
+    assert (only["ts"], only["dur"]) == (9, 0)
 
 
 def test_spans_on_the_cpu_are_on_the_host_clock(tmp_path: Path) -> None:
@@ -100,9 +100,21 @@ def test_spans_on_the_cpu_are_on_the_host_clock(tmp_path: Path) -> None:
     stop = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     with pytest.raises(KeyError), tracer.span("GPU compute", "broken off", None):
         raise KeyError
-    (span,) = spans_of(written(tracer, tmp_path)["traceEvents"])["GPU compute"]
-    assert start / 1e3 - 0.001 <= span["ts"] <= span["ts"] + span["dur"] <= stop / 1e3 + 0.001
-    assert span["dur"] > 0
+    (only,) = spans_of(written(tracer, tmp_path)["traceEvents"])["GPU compute"]
+    assert start / 1e3 - 0.001 <= only["ts"] <= only["ts"] + only["dur"] <= stop / 1e3 + 0.001
+    assert only["dur"] > 0
+
+
+def test_without_a_tracer_a_span_does_nothing() -> None:
+    tracer = Tracer(CPU)
+    for target in (None, tracer, None):
+        with span(target, "upload", "bucket 0", None, window=2), span(target, "GPU compute", "stall", None):
+            pass
+    spans = spans_of(tracer._events())
+    assert {track: [(one["name"], one["args"]) for one in own] for track, own in spans.items()} == {
+        "GPU compute": [("stall", {})],
+        "upload": [("bucket 0", {"window": 2})],
+    }
 
 
 def test_writing_twice_writes_everything_again(tmp_path: Path) -> None:
@@ -269,10 +281,10 @@ def test_a_long_trace_stays_aligned(device: type[Device], tmp_path: Path, speed:
         expected.append((start / 1e3, 7654.321))
         device.now += 1_000_000_007 if number % 7 else 345
     spans = spans_of(written(tracer, tmp_path)["traceEvents"])["GPU compute"]
-    assert [span["args"]["step"] for span in spans] == list(range(1200))
-    for span, (start, length) in zip(spans, expected, strict=True):
-        assert span["ts"] == pytest.approx(start, abs=10.0)
-        assert span["dur"] == pytest.approx(length, abs=1.0)
+    assert [one["args"]["step"] for one in spans] == list(range(1200))
+    for one, (start, length) in zip(spans, expected, strict=True):
+        assert one["ts"] == pytest.approx(start, abs=10.0)
+        assert one["dur"] == pytest.approx(length, abs=1.0)
 
 
 def test_a_short_trace_does_not_guess_the_speed(device: type[Device]) -> None:
@@ -300,7 +312,7 @@ def test_spans_are_resolved_late_and_their_events_used_again(device: type[Device
     assert not tracer._open
     clock = tracer._device_time.clock
     assert len(clock.free) <= 2 * 12 + 2 * tracer._device_time.TRIES
-    durations = [span["dur"] for span in spans_of(tracer._events())["upload"]]
+    durations = [one["dur"] for one in spans_of(tracer._events())["upload"]]
     assert durations == pytest.approx([5.0] * 42, abs=0.1)
 
 
