@@ -1,0 +1,107 @@
+"""The command itself, on a tiny model: real children, real tests, real files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from zenflow.bench.children import run_job
+from zenflow.bench.command import main
+from zenflow.bench.hog import hog
+from zenflow.bench.processes import family
+from zenflow.bench.registry import Job
+
+SMALL = ["step", "--shape", "tiny", "--batch", "2", "--length", "16", "--windows", "2", "--device", "cpu"]
+JOB = Job("floor", "floor", "tiny", batch=1, length=8, warm_up=1, steps=1, window=1, device="cpu")
+
+
+@pytest.fixture
+def tests(tmp_path):
+    def write(body: str) -> list[str]:
+        path = tmp_path / "test_it.py"
+        path.write_text(f"def test_it(): {body}")
+        return ["--tests", str(path)]
+
+    return write
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "step.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, capsys):
+    """The peer's fault costs its own row alone, and says why."""
+    peer = tmp_path / "peers" / "deepspeed"
+    peer.mkdir(parents=True)
+    (peer / "__init__.py").write_text("raise RuntimeError('this build has\\nno such op')")
+    monkeypatch.syspath_prepend(peer.parent)
+    monkeypatch.setenv("PYTHONPATH", str(peer.parent), prepend=os.pathsep)
+    words = [*SMALL, *tests("pass"), "--trainers", "zenflow", "deepspeed-offload", "--zenflow", "U=2,worker_threads=1"]
+    code = main([*words, "--selection", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert code == 1
+    first, ours, broken, last, selecting = rows(tmp_path / "out")
+    assert (first["label"], last["label"]) == ("floor, at the start", "floor, at the end")
+    assert float(first["ratio"]) + float(last["ratio"]) == pytest.approx(2)
+    assert float(ours["mean_ms"]) > 0 and float(ours["ratio"]) > 0
+    assert int(ours["steps"]) == 4 and int(ours["window"]) == 2
+    assert 0 < float(ours["to_host_m"]) < 0.6
+    assert float(ours["worker_ms_a_window"]) > 0
+    assert float(ours["loss_first"]) == float(first["loss_first"])
+    assert all(math.isfinite(float(row[name])) for row in (first, ours, last) for name in ("loss_first", "loss_last"))
+    assert broken["error"] == "RuntimeError: this build has ... no such op"
+    assert broken["ratio"] == ""
+    assert selecting["table"] == "selection" and float(selecting["first_exchange_ms"]) > 0 and not selecting["error"]
+    assert ours["torch"] and ours["cpu"] and ours["sources"] and ours["command"].startswith("zenflow-bench step")
+    assert "tiny zenflow U=2,worker_threads=1:" in printed.err
+    assert printed.out.startswith((tmp_path / "out" / "step.md").read_text())
+    assert "x floor" in printed.out and "no such op" in printed.out
+    assert (tmp_path / "out" / "step.png").stat().st_size > 5000
+
+
+def test_red_tests_leave_no_ratio(tmp_path, tests, capsys):
+    code = main([*SMALL, *tests("assert False"), "--trainers", "floor", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "NO RATIOS" in printed and "1 failed" in printed
+    assert "mean ms" in printed and "x floor" not in printed
+    assert all(float(row["mean_ms"]) > 0 and "ratio" not in row for row in rows(tmp_path / "out"))
+
+
+def test_a_child_that_takes_too_long_is_killed(tmp_path):
+    assert run_job(JOB, tmp_path / "job.log", timeout=0.05) == {"error": "killed after 0.05 s"}
+    assert not _benches()
+
+
+def test_a_child_that_dies_without_a_word_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("zenflow.bench.children.module_command", lambda: ["/bin/sh", "-c", "echo gone >&2; exit 3"])
+    result = run_job(JOB, tmp_path / "job.log", timeout=60)
+    assert result == {"error": "the process ended with exit code 3 without a result: gone"}
+
+
+def test_the_hog_works_until_it_is_let_go(tmp_path):
+    with hog([min(os.sched_getaffinity(0))], 1, tmp_path / "hog.log", elements=100_003) as busy:
+        assert len(_benches()) == 1
+    assert not _benches()
+    assert busy.gb_per_s[0] > 0
+
+
+def _benches() -> list[int]:
+    """Children of this test that run a part of the command."""
+    found = []
+    for pid in family(os.getpid())[1:]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"zenflow.bench" in words:
+            found.append(pid)
+    return found
+
+
+def test_a_job_survives_its_journey():
+    assert Job(**json.loads(json.dumps(asdict(JOB)))) == JOB

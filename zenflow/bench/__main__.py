@@ -1,0 +1,5 @@
+import sys
+
+from zenflow.bench.command import main
+
+sys.exit(main())

@@ -1,0 +1,157 @@
+"""The command line of `zenflow-bench`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zenflow.bench.proof import DEFAULT_TESTS
+from zenflow.bench.registry import CONTESTANTS
+from zenflow.bench.shapes import SHAPES
+from zenflow.bench.variants import Variant, parse_variant
+from zenflow.cores import physical_cores
+
+STEP_HELP = """\
+Time a training step of ZenFlow beside other trainers: same model, same batch, random weights, random tokens, each
+trainer in a fresh process, the floor (forward and backward alone) before and after them. Writes step.csv, step.md and
+step.png. The tests run first; unless they are green, times are printed without ratios.
+
+  zenflow-bench step
+  zenflow-bench step --shape 3B --zenflow U=4 U=8 "U=4,accumulate_on=host" --selection
+  zenflow-bench step --trainers zenflow sync --contention 8 12 --growth
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code: 0, 1 for red tests or a failed trainer, 2 (SystemExit) for bad arguments."""
+    words = list(sys.argv[1:] if words is None else words)
+    if words[:1] == ["_child"]:
+        from zenflow.bench import child
+
+        # Trainers of other projects hang or crash while the interpreter ends.
+        os._exit(child.main(words[1]))
+    if words[:1] == ["_hog"]:
+        from zenflow.bench import hog
+
+        return hog.main(words[1])
+    args = _parser().parse_args(words)
+    args.words = words
+    return args.run(args)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="zenflow-bench", description="Measure ZenFlow on this machine.")
+    commands = parser.add_subparsers(required=True, metavar="{step,memory}")
+    _add_step(
+        commands.add_parser(
+            "step",
+            help="step times beside other trainers",
+            description=STEP_HELP,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+    )
+    memory = commands.add_parser("memory", help="the CPU optimizer's pass beside the memory's limit")
+    memory.add_argument("--threads", type=_integer(1), nargs="+", default=[4, 8, 12], metavar="N")
+    memory.set_defaults(run=_memory)
+    return parser
+
+
+def _add_step(step: ArgumentParser) -> None:
+    step.set_defaults(run=_step)
+    model = step.add_argument_group("model and batch")
+    model.add_argument("--shape", choices=SHAPES, default="1.5B", help="a Qwen2.5 model's shape (default: %(default)s)")
+    model.add_argument("--batch", type=_integer(1), default=8, metavar="N", help="sequences (default: %(default)s)")
+    model.add_argument("--length", type=_integer(2), default=512, metavar="N", help="tokens of each (default: 512)")
+    model.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    model.add_argument("--clip", type=_positive, default=1.0, metavar="X", help="gradient norm (default: 1.0)")
+    model.add_argument("--lr", type=_positive, default=1e-5, metavar="X", help="learning rate (default: 1e-5)")
+    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+
+    who = step.add_argument_group("trainers")
+    who.add_argument(
+        "--trainers",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=list(CONTESTANTS),
+        metavar="NAME",
+        help=f"which, beside the floor (default: all): {', '.join(CONTESTANTS)}",
+    )
+    who.add_argument(
+        "--zenflow",
+        nargs="+",
+        type=_variant,
+        default=[parse_variant("U=4")],
+        metavar="SETTINGS",
+        help="one run for each: k, U or any ZenFlowConfig field, as in U=4,k=0.05 (default: U=4)",
+    )
+    who.add_argument(
+        "--windows",
+        type=_integer(1),
+        default=10,
+        metavar="N",
+        help="timed windows of each ZenFlow; the other trainers take as many steps as the first (default: 10)",
+    )
+
+    more = step.add_argument_group("further tables")
+    more.add_argument("--selection", action="store_true", help="what selecting costs each ZenFlow")
+    more.add_argument(
+        "--contention", nargs="+", type=_cores, default=[], metavar="N", help="the floor beside N busy CPU threads"
+    )
+    more.add_argument("--hog-elements", type=_integer(1), default=2**27, metavar="N", help="of 16 bytes (2**27)")
+    more.add_argument("--growth", action="store_true", help="the first ZenFlow by model size and worker cores")
+    more.add_argument("--growth-shapes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "3B"], metavar="SHAPE")
+    more.add_argument("--growth-cores", nargs="+", type=_integer(1), default=[4, 8, 12], metavar="N")
+
+    run = step.add_argument_group("run")
+    run.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), metavar="PATH", help="run before measuring")
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    run.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a trainer (600)")
+    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
+
+
+def _step(args) -> int:
+    from zenflow.bench import step
+
+    return step.run(args)
+
+
+def _memory(args) -> int:
+    from zenflow.bench import memory
+
+    return memory.run(args)
+
+
+def _integer(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise ArgumentTypeError(f"{text!r}; allowed: an integer >= {low}")
+        return int(text)
+
+    return integer
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ArgumentTypeError(f"{text!r}; allowed: a finite number > 0")
+    return value
+
+
+def _cores(text: str) -> int:
+    last = len(physical_cores()) - 1
+    if not text.isdecimal() or not 1 <= int(text) <= last:
+        raise ArgumentTypeError(f"{text!r}; allowed: an integer from 1 to {last}, one core less than there are")
+    return int(text)
+
+
+def _variant(text: str) -> Variant:
+    try:
+        return parse_variant(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error

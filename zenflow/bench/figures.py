@@ -1,0 +1,126 @@
+"""From what children measured to the figures of the tables. Pure arithmetic: no torch, no files.
+
+A figure that cannot be had is None. M is the bytes of the bf16 weights: 2 a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from zenflow.bench.registry import CONTESTANTS, Job
+
+WEIGHT_BYTES = 2
+ON_DEVICE = ("floor", "adamw")
+Row = dict[str, Any]
+
+
+def row_of(job: Job, result: dict[str, Any]) -> Row:
+    """One contestant's own figures: ms and bytes a step, bytes a parameter. With `error` in the result, only that."""
+    row: Row = {
+        "table": "step",
+        "trainer": job.trainer,
+        "label": job.label,
+        "note": CONTESTANTS[job.trainer].note,
+        **{name: getattr(job, name) for name in ("shape", "batch", "length", "checkpointing", "steps", "window")},
+    }
+    if "error" in result:
+        return row | {"error": result["error"]}
+    totals, parameters, ordered = result["totals"], result["parameters"], sorted(result["step_ms"])
+    weights = WEIGHT_BYTES * parameters
+    return row | {
+        "parameters": parameters,
+        "device": result["device"],
+        "mean_ms": result["mean_ms"],
+        "median_ms": statistics.median(ordered),
+        "p95_ms": ordered[math.ceil(0.95 * len(ordered)) - 1],
+        "max_ms": ordered[-1],
+        "stall_ms": _each(totals, "stall_seconds", job.steps, 1e3),
+        "host_wait_ms": _each(totals, "host_wait_seconds", job.steps, 1e3),
+        "to_host_m": _each(totals, "bytes_to_host", job.steps, 1 / weights),
+        "to_device_m": _each(totals, "bytes_to_device", job.steps, 1 / weights),
+        "worker_ms_a_window": _each(totals, "worker_busy_seconds", totals.get("windows"), 1e3),
+        "skipped_steps": totals.get("skipped_steps"),
+        "peak_bytes": result["peak_bytes"],
+        "host_bytes_a_parameter": None if result["host_bytes"] is None else result["host_bytes"] / parameters,
+        "host_growth_bytes": result["host_growth_bytes"],
+        "machine_growth_bytes": result["machine_growth_bytes"],
+        "tokens_a_second": 1e3 * job.batch * job.length / result["mean_ms"],
+        "loss_first": result["loss_first"],
+        "loss_last": result["loss_last"],
+        "first_step_ms": result["first_step_ms"],
+    }
+
+
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """The rows with what needs another: ratio to the mean of the floors, memory over theirs, stall removed.
+
+    `stall_removed` is 1 - (mean - floor) / (sync's mean - floor); `stall_removed_clock` 1 - stall / sync's stall. Both
+    are for trainers that offload.
+    """
+    floors = [row for row in rows if row["trainer"] == "floor" and "error" not in row]
+    sync = next((row for row in rows if row["trainer"] == "sync" and "error" not in row), None)
+    if not floors:
+        return list(rows)
+    floor = statistics.fmean(row["mean_ms"] for row in floors)
+    peaks = [row["peak_bytes"] for row in floors if row["peak_bytes"] is not None]
+    growth = min(row["host_growth_bytes"] for row in floors)
+    compared = []
+    for row in rows:
+        more: Row = {}
+        if "error" not in row:
+            more["ratio"] = row["mean_ms"] / floor
+            more["host_bytes_over_floor"] = (row["host_growth_bytes"] - growth) / row["parameters"]
+            if peaks:
+                more["gpu_bytes_over_floor"] = (row["peak_bytes"] - min(peaks)) / row["parameters"]
+            if sync is not None and row["trainer"] not in ON_DEVICE:
+                more["stall_removed"] = _removed(row["mean_ms"] - floor, sync["mean_ms"] - floor)
+                more["stall_removed_clock"] = _removed(row["stall_ms"], sync["stall_ms"])
+        compared.append(row | more)
+    return compared
+
+
+def without_ratios(rows: Sequence[Row]) -> list[Row]:
+    """What may be told when the tests are not green: times, not what follows from comparing them."""
+    ratios = ("ratio", "stall_removed", "stall_removed_clock")
+    return [{name: value for name, value in row.items() if name not in ratios} for row in rows]
+
+
+def selection_row(row: Row, job: Job, result: dict[str, Any]) -> Row:
+    """What selections cost `row`'s contestant, from a run in which each `job.window` steps end with one.
+
+    `extra_ms` is the whole period's time over that of as many ordinary steps: it holds the drained pipeline, too.
+    `selecting_step_ms` is the period's slowest step less the ordinary mean.
+    """
+    names = ("trainer", "label", "shape", "batch", "length")
+    kept = {"table": "selection", **{name: row[name] for name in names}, "steps": job.steps, "window": job.window}
+    if "error" in result:
+        return kept | {"error": result["error"]}
+    if "error" in row:
+        return kept | {"error": "the contestant's own run failed"}
+    periods = job.steps // job.window
+    if result["totals"]["selections"] != periods:
+        return kept | {"error": f"{result['totals']['selections']} selections ran in {periods} periods"}
+    times = [result["step_ms"][start : start + job.window] for start in range(0, job.steps, job.window)]
+    extra = result["mean_ms"] * job.window - row["mean_ms"] * job.window
+    return kept | {
+        "ordinary_ms": row["mean_ms"],
+        "first_step_ms": result["first_step_ms"],
+        "first_exchange_ms": 1e3 * result["first_totals"]["selection_seconds"],
+        "extra_ms": extra,
+        "selecting_step_ms": statistics.median(max(period) for period in times) - row["mean_ms"],
+        "exchange_ms": 1e3 * result["totals"]["selection_seconds"] / periods,
+        "a_step_at_100_ms": extra / 100,
+        "a_step_at_1000_ms": extra / 1000,
+    }
+
+
+def _each(totals: dict[str, float], name: str, count: float | None, scale: float) -> float | None:
+    return scale * totals[name] / count if name in totals and count else None
+
+
+def _removed(rest: float | None, whole: float | None) -> float | None:
+    """None where the synchronous run has nothing that could be removed."""
+    return None if rest is None or whole is None or whole <= 0 else 1 - rest / whole

@@ -1,0 +1,77 @@
+"""The contestants that need nothing but this project: the floor, AdamW on the device, and ZenFlow itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor, nn
+
+from zenflow.bench.registry import Job
+
+
+def backward(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Forward and backward of one batch of token numbers `[batch, length]`; the loss, detached, on the device."""
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach()
+
+
+class Floor:
+    """Forward and backward alone. Also what every contestant has: a step, totals so far, an end."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self.model = model
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One whole training step; the detached loss, without waiting for the device."""
+        loss = backward(self.model, tokens)
+        self.model.zero_grad(set_to_none=True)
+        return loss
+
+    def totals(self) -> dict[str, float]:
+        """Counters and clocks since construction (bytes, seconds, counts) under the names of `zenflow.Stats`."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what outlives the process's memory."""
+
+
+class OnDevice(Floor):
+    """torch's fused AdamW with fp32 masters, all on the device."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        from zenflow.training.engines import AdamW
+
+        super().__init__(model, job)
+        self._optimizer = AdamW(model.parameters(), job.clip, lr=job.lr, weight_decay=0.01)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss = backward(self.model, tokens)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+
+class Offloaded(Floor):
+    """ZenFlow with the job's settings."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        from zenflow import ZenFlow
+
+        super().__init__(model, job)
+        settings = {"max_grad_norm": job.clip, **job.settings}
+        self._optimizer = ZenFlow(model.parameters(), lr=job.lr, weight_decay=0.01, **settings)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss = backward(self.model, tokens)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def totals(self) -> dict[str, float]:
+        stats = self._optimizer.stats()
+        values = {item.name: getattr(stats, item.name) for item in fields(stats)}
+        return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+    def close(self) -> None:
+        self._optimizer.close(flush=False)

@@ -1,0 +1,61 @@
+"""The contestants by name, importable without torch: where each is built, what it needs, what to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+DEFAULT_U = 4
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`build` is `module:function`, called in the child as `function(model, job)`; `needs` a package that may lack."""
+
+    build: str
+    needs: str | None = None
+    note: str = ""
+
+
+CONTESTANTS = {
+    "floor": Contestant("zenflow.bench.ours:Floor", note="forward and backward alone"),
+    "adamw": Contestant("zenflow.bench.ours:OnDevice", note="fp32 masters and moments on the device"),
+    "zenflow": Contestant("zenflow.bench.ours:Offloaded"),
+    "sync": Contestant("zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous"),
+    "torchao": Contestant("zenflow.bench.peers:TorchAO", "torchao", "bf16 state on the CPU, no masters, no clipping"),
+    "deepspeed-offload": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "ZeRO-2, optimizer on the CPU"),
+    "deepspeed-zenflow": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "k 0.1, U 4, overlap_step"),
+}
+SYNC = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one child measures. It travels as JSON.
+
+    `warm_up` and `steps` are counts of steps, `window` the steps of a window; `settings` are ZenFlowConfig's fields;
+    `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all.
+    """
+
+    trainer: str
+    label: str
+    shape: str
+    batch: int
+    length: int
+    warm_up: int
+    steps: int
+    window: int
+    clip: float = 1.0
+    lr: float = 1e-5
+    checkpointing: bool = False
+    device: str = "auto"
+    settings: dict[str, Any] = field(default_factory=dict)
+    cores: Sequence[int] | None = None
+
+
+def missing(trainer: str) -> str | None:
+    """The package that this contestant lacks on this machine, or None."""
+    needs = CONTESTANTS[trainer].needs
+    return needs if needs is not None and find_spec(needs) is None else None

@@ -1,0 +1,227 @@
+"""`zenflow-bench step`: every contestant in turn, each in its own child, then the tables.
+
+The files are written anew after each contestant, so that a run that is cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from zenflow.bench import picture, tables
+from zenflow.bench.children import run_job
+from zenflow.bench.figures import Row, compare, row_of, selection_row, without_ratios
+from zenflow.bench.hog import hog
+from zenflow.bench.machine import facts
+from zenflow.bench.proof import Proof, prove
+from zenflow.bench.registry import CONTESTANTS, DEFAULT_U, SYNC, Job, missing
+from zenflow.bench.variants import Variant
+from zenflow.cores import physical_cores, plan_cores
+
+WARM_UP_WINDOWS = 2
+SELECTION_WINDOWS = 3  # from one selection to the next where selections are what is measured
+SELECTION_PERIODS = 4
+
+
+def run(args: Namespace) -> int:
+    """Everything that the arguments ask for; 0, or 1 if tests are red or a contestant failed."""
+    session = Session(args)
+    session.proof = prove(args.tests, session.folder.parent / "tests.json")
+    session.say(f"tests: {session.proof.reason}")
+    run_contestants(session)
+    if args.selection:
+        run_selections(session)
+    if args.contention:
+        run_contention(session)
+    if args.growth:
+        run_growth(session)
+    print(session.save())
+    print(f"written to {session.folder}")
+    failed = any("error" in row and row["error"] != "not installed" for row in session.rows)
+    return 1 if session.proof.red or failed else 0
+
+
+class Session:
+    """The rows so far, and the folder that shows them."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        started = datetime.now().astimezone()
+        self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = {"command": " ".join(["zenflow-bench", *args.words]), "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
+        self.facts = facts() | command
+        self.facts["commit"] = args.commit or self.facts["commit"]
+        self.proof = Proof(False, False, "the tests have not run yet")
+        self.contestants: list[tuple[Job, Row]] = []  # of the step table, before anything is compared
+        self.more: list[Row] = []
+        self._children = 0
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def run(self, job: Job) -> dict:
+        """The child's result; a line of progress."""
+        self._children += 1
+        name = "".join(letter if letter.isalnum() or letter in ".=-" else "_" for letter in job.label)
+        result = run_job(job, self.log(f"{self._children:02}-{name}"), self.args.timeout)
+        told = result["error"] if "error" in result else f"{result['mean_ms']:,.1f} ms a step"
+        self.say(f"{job.shape} {job.label}: {told}")
+        return result
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def add(self, row: Row) -> None:
+        self.more.append(row)
+        self.save()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows as they may be shown: without ratios unless the tests are green."""
+        rows = [*compare([row for _, row in self.contestants]), *self.more]
+        return rows if self.proof.green else without_ratios(rows)
+
+    def save(self) -> str:
+        """Write step.csv, step.md and step.png; the text of step.md."""
+        rows, args = self.rows, self.args
+        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items() if value and name != "command")
+        verdict = "" if self.proof.green else " NO RATIOS: "
+        heading = [
+            f"# Step times: Qwen2.5 {args.shape}'s shape, batch {args.batch} x {args.length}, bf16, clip {args.clip:g}"
+            + (", activation checkpointing" if args.checkpointing else ""),
+            "",
+            f"`{self.facts['command']}`\n",
+            f"{machine}\n",
+            f"Tests:{verdict or ' '}{self.proof.reason}",
+        ]
+        text = tables.report(rows, heading)
+        (self.folder / "step.md").write_text(text, encoding="utf-8")
+        tables.write_csv(rows, self.facts, self.folder / "step.csv")
+        self._draw(rows)
+        return text
+
+    def _draw(self, rows: Sequence[Row]) -> None:
+        shown = [row for row in rows if row["table"] == "step" and "error" not in row]
+        floors = [row["mean_ms"] for row in shown if row["trainer"] == "floor"]
+        if not floors:
+            return
+        title = f"{self.args.shape}, batch {self.args.batch} x {self.args.length}, {shown[0]['device']}"
+        try:
+            picture.save_picture(shown, sum(floors) / len(floors), title, self.folder / "step.png")
+        except ImportError as error:
+            self.say(f"no step.png: {error}")
+
+
+def job_for(args: Namespace, trainer: str, label: str, window: int, settings: dict, **changes) -> Job:
+    """A job of whole windows: `WARM_UP_WINDOWS` of them first, at least 8 steps, no selection after the first."""
+    warm_up = max(WARM_UP_WINDOWS * window, -(-8 // window) * window)
+    steps = args.windows * window
+    if trainer in ("zenflow", "sync"):
+        settings = {"select_interval": 10 * (warm_up + steps), **settings}
+    job = Job(trainer, label, args.shape, args.batch, args.length, warm_up, steps, window, settings=settings)
+    same = {name: getattr(args, name) for name in ("clip", "lr", "checkpointing", "device")}
+    return replace(job, **same, **changes)
+
+
+def variant_job(args: Namespace, variant: Variant, label: str = "", **changes) -> Job:
+    label = label or f"zenflow {variant.text}".strip()
+    return job_for(args, "zenflow", label, variant.window, variant.settings, **changes)
+
+
+def plain_job(args: Namespace, trainer: str, label: str = "", **changes) -> Job:
+    """A contestant without settings: as many steps as ZenFlow's first variant, so that it takes as long a run."""
+    window = args.zenflow[0].window if args.zenflow else DEFAULT_U
+    if trainer == "sync":
+        # Its windows are one step; the counts stay those of the others.
+        job = job_for(args, trainer, label or trainer, window, SYNC, **changes)
+        return replace(job, window=1)
+    return job_for(args, trainer, label or trainer, window, {}, **changes)
+
+
+def run_contestants(session: Session) -> None:
+    """The floor, the trainers in the order of the registry, and the floor again."""
+    args = session.args
+    jobs = [plain_job(args, "floor", "floor, at the start")]
+    for trainer in CONTESTANTS:
+        if trainer == "zenflow" and trainer in args.trainers:
+            jobs += [variant_job(args, variant) for variant in args.zenflow]
+        elif trainer in args.trainers and trainer != "floor":
+            jobs.append(plain_job(args, trainer))
+    jobs.append(plain_job(args, "floor", "floor, at the end"))
+    for job in jobs:
+        if missing(job.trainer):
+            session.say(f"{job.label}: not installed")
+            result = {"error": "not installed"}
+        else:
+            result = session.run(job)
+        session.contestants.append((job, row_of(job, result)))
+        session.save()
+
+
+def run_selections(session: Session) -> None:
+    """Each variant that selects, once more with a selection at the end of every third window."""
+    for job, row in session.contestants:
+        k = job.settings.get("topk_ratio", 0.1)
+        if job.trainer != "zenflow" or k in (0, 1):
+            continue
+        period = SELECTION_WINDOWS * job.window
+        often = {**job.settings, "select_strategy": "step", "select_interval": period}
+        again = replace(
+            job,
+            label=f"{job.label} (selecting)",
+            settings=often,
+            warm_up=period,
+            steps=SELECTION_PERIODS * period,
+            window=period,
+        )
+        session.add(selection_row(row, again, session.run(again)))
+
+
+def run_contention(session: Session) -> None:
+    """The floor on the trainer's cores, alone and beside a process of N threads that runs the CPU optimizer's pass."""
+    args = session.args
+    available = len(physical_cores())
+    for threads in args.contention:
+        cores = plan_cores(1 - threads / available, True, threads)
+        measured = []
+        for beside in (False, True):
+            label = f"beside {threads} threads" if beside else "alone"
+            job = plain_job(args, "floor", f"floor {label}", cores=cores.trainer_cores)
+            more = {"table": "contention", "trainer_cores": len(cores.trainer_cores), "note": ""}
+            if beside:
+                with hog(cores.worker_cores, threads, session.log(f"hog-{threads}"), args.hog_elements) as busy:
+                    result = session.run(job)
+                more |= {"hog_threads": threads, "hog_gb_per_s": busy.gb_per_s[0]}
+            else:
+                result = session.run(job)
+            measured.append(row_of(job, result) | more)
+        if all("error" not in row for row in measured):
+            alone = measured[0]["mean_ms"]
+            measured = [row | {"ratio": row["mean_ms"] / alone} for row in measured]
+        for row in measured:
+            session.add(row)
+
+
+def run_growth(session: Session) -> None:
+    """The first variant at each size of the model and each number of worker cores, beside that size's floor."""
+    available = len(physical_cores())
+    variant = session.args.zenflow[0]
+    for shape in session.args.growth_shapes:
+        args = Namespace(**{**vars(session.args), "shape": shape})
+        job = plain_job(args, "floor")
+        rows = [row_of(job, session.run(job))]
+        for cores in session.args.growth_cores:
+            share = {"worker_threads": cores, "pt_reserved_cores_perc": 1 - cores / available, "core_binding": True}
+            chosen = Variant(variant.text, {**variant.settings, **share})
+            job = variant_job(args, chosen, f"zenflow {variant.text}, {cores} worker cores")
+            row = row_of(job, session.run(job)) | {"worker_cores": cores}
+            if "error" not in row:
+                row["window_ms"] = job.window * row["mean_ms"]
+            rows.append(row)
+        for row in compare(rows):
+            session.add(row | {"table": "growth", "note": ""})
