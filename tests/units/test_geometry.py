@@ -127,6 +127,39 @@ def test_step_counts_of_matrices_follow_one_another(name: str, channel_dim: str)
     assert segment.n_channels == expected
 
 
+@pytest.mark.parametrize("lanes, expected", [(1, [0, 0, 0, 0]), (12, [0, 5, 6, 11])])
+def test_a_window_and_a_step_have_a_lane(lanes: int, expected: list[int]) -> None:
+    segment = lay_out(
+        0,
+        [(3, 5, 0)],
+        channel_dim="row",
+        weight_dtype="bfloat16",
+        ring_dtype="float16",
+        max_steps=6,
+        n_groups=1,
+        bucket_bytes=64,
+        lanes=lanes,
+    )
+    assert (segment.lanes, segment.keeps_steps) == (lanes, lanes > 1)
+    assert [segment.lane(turn, step) for turn, step in ((0, 0), (0, 5), (1, 0), (1, 5))] == expected
+
+
+@pytest.mark.parametrize("shape, lanes", [((0, 5, 0), 1), ((5, 0, 0), 1), ((5, 5, 0), 6)])
+def test_empty_matrices_and_other_numbers_of_lanes_are_refused(shape: tuple[int, int, int], lanes: int) -> None:
+    with pytest.raises(AssertionError):
+        lay_out(
+            0,
+            [shape],
+            channel_dim="row",
+            weight_dtype="bfloat16",
+            ring_dtype="float16",
+            max_steps=6,
+            n_groups=1,
+            bucket_bytes=64,
+            lanes=lanes,
+        )
+
+
 def test_no_matrices_is_an_empty_segment() -> None:
     segment = lay_out(
         0,

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.feeding import SimulatedMatrix, to_bits
-from zenflow import native
-from zenflow.cpu_pass import plan_update, refresh, update_piece
-from zenflow.geometry import Matrix
+from tests.worker.feeding import SimulatedMatrix, encode, quantize, to_bits
+from zenflow.cpu_pass import Arrays, Plan, SegmentPass, make_lanes, plan_replay, plan_update
+from zenflow.geometry import ITEM_BYTES, Matrix, Piece
 
-SHAPES = [(1, 1), (7, 1), (1, 7), (8, 1), (1, 15), (41, 25), (3, 1025), (1000, 3), (257, 259), (2, 40_009), (0, 5)]
+SHAPES = [
+    *((1, 1), (7, 1), (1, 7), (8, 1), (1, 63), (63, 1), (41, 25), (3, 1025), (1025, 3), (257, 259), (2, 40_009)),
+]
 STEPS = np.array([[1e-2, 0.9, 0.99, 1e-8, 0.1], [3e-3, 0.9, 0.99, 1e-8, 0.1], [7e-3, 0.9, 0.99, 1e-8, 0.1]])
+MIXED_STEPS = STEPS + [[0, 0, 0, 0, 0], [0, -0.4, 0, 0, 0.1], [0, 0, 0.009, 1e-6, 0]]
+ONE_LANE = make_lanes([0], [1.0], [1.0])
+RULES = ["accumulate", "replay"]
 
 
 def awkward(rows, cols, seed=0):
@@ -30,76 +34,160 @@ def state(rows, cols):
     return [awkward(rows, cols, 1), awkward(rows, cols, 2) * np.float32(0.1), awkward(rows, cols, 3) ** 2]
 
 
-def encode(values, dtype):
-    return to_bits(values, "bfloat16") if dtype == "bfloat16" else values
+def gradients(rows, cols, dtype, count):
+    """Numbers that the dtype holds, `[count, rows, cols]`."""
+    with np.errstate(over="ignore"):
+        grads = quantize(awkward(rows * count, cols, 4), dtype)
+    grads[np.isinf(grads)] = 1
+    return grads.reshape(count, rows, cols)
 
 
-def updated(library, rows, cols, dim, grad_dtype, out_dtype, threads=1, cuts=()):
-    """Bits of everything that the pass writes, when the rows are cut at `cuts`."""
-    by_column = dim == "column"
-    steps = np.arange(cols if by_column else rows, dtype=np.int32) * 5
-    arrays = [*state(rows, cols), encode(awkward(rows, cols), grad_dtype)]
+def channel_steps(rows, cols, dim, uniform=False):
+    channels = cols if dim == "column" else rows
+    return np.full(channels, 41, np.int32) if uniform else np.arange(channels, dtype=np.int32) * 5
+
+
+def cut_pieces(rows, cols, cuts=()):
+    edges = zip((0, *cuts), (*cuts, rows), strict=True)
+    return [Piece(0, start, stop, start * cols, stop == rows) for start, stop in edges]
+
+
+def run_pass(library, arrays, rows, cols, dim, plan, threads=1, cuts=(), apart=False):
+    """The pass over one matrix, its pieces in one bucket, or in one each; bits of all that it writes."""
+    pieces = cut_pieces(rows, cols, cuts)
+    buckets = [[piece] for piece in pieces] if apart else [pieces]
+    work = SegmentPass(arrays, [Matrix(rows, cols, dim, 0, 0, 0)], buckets, threads=threads, library=library)
+    work.set_plan(0, plan)
+    for bucket in range(len(buckets)):
+        work.run(bucket)
+    written = [x.view(np.uint32) for x in (arrays.master, arrays.exp_avg, arrays.exp_avg_sq)]
+    return written if arrays.out is None else [*written, arrays.out]
+
+
+def updated(library, rows, cols, dim, grad_dtype, out_dtype, uniform=False, **kinds):
+    """`run_pass` with a window's sum in a ring of one lane; `uniform`: all channels have one t, told as such."""
+    t = channel_steps(rows, cols, dim, uniform)
+    ring = encode(gradients(rows, cols, grad_dtype, 1), grad_dtype)
     out = None if out_dtype is None else np.full(rows * cols, 0xAAAA, dtype=np.uint16)
-    for start, stop in zip((0, *cuts), (*cuts, rows), strict=True):
-        span = slice(start * cols, stop * cols)
-        update = plan_update(STEPS, steps if by_column else steps[start:stop], "linear")
-        update_piece(
-            *(x[span] for x in arrays), None if out is None else out[span], update,
-            rows=stop - start, cols=cols, by_column=by_column, out_dtype=out_dtype, threads=threads, library=library,
-        )  # fmt: skip
-    return [x.view(np.uint32) for x in arrays[:3]] + ([] if out is None else [out])
+    plan = Plan(plan_update(STEPS, t[:1] if uniform else t, "linear"), ONE_LANE)
+    arrays = Arrays(*state(rows, cols), ring, out, grad_dtype, out_dtype)
+    return run_pass(library, arrays, rows, cols, dim, plan, **kinds)
 
 
-def simulated(rows, cols, dim, grad_dtype, out_dtype):
+def simulated(rows, cols, dim, out_dtype, uniform, update):
+    """What the same must be, by numpy: `update` is called with the matrix."""
     matrix = SimulatedMatrix(Matrix(rows, cols, dim, 0, 0, 0), "float32", np.zeros((rows, cols), np.float32))
     matrix.master, matrix.exp_avg, matrix.exp_avg_sq = (x.reshape(rows, cols) for x in state(rows, cols))
-    matrix.t[:] = np.arange(len(matrix.t)) * 5
-    grad = awkward(rows, cols)
-    if grad_dtype == "bfloat16":
-        grad = (encode(grad, "bfloat16").astype(np.uint32) << 16).view(np.float32)
-    matrix.window(STEPS, grad.reshape(rows, cols), "linear")
-    results = [x.ravel().view(np.uint32) for x in (matrix.master, matrix.exp_avg, matrix.exp_avg_sq)]
-    return results + ([] if out_dtype is None else [to_bits(matrix.master.ravel(), out_dtype)])
+    matrix.t[:] = channel_steps(rows, cols, dim, uniform)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        update(matrix)
+        results = [x.ravel().view(np.uint32) for x in (matrix.master, matrix.exp_avg, matrix.exp_avg_sq)]
+        return results + ([] if out_dtype is None else [to_bits(matrix.master.ravel(), out_dtype)])
+
+
+def same(found, expected, message=""):
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted, err_msg=message)
 
 
 @pytest.mark.parametrize("out_dtype", [None, "bfloat16", "float16"], ids=str)
-@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", ["column", "row"])
 def test_both_passes_equal_the_simulation(library, dim, grad_dtype, out_dtype):
-    for rows, cols in SHAPES:
-        with np.errstate(over="ignore", invalid="ignore"):
-            expected = simulated(rows, cols, dim, grad_dtype, out_dtype)
-        for chosen, threads in ((library, 1), (library, 2), (None, 1)):
-            found = updated(chosen, rows, cols, dim, grad_dtype, out_dtype, threads)
-            for got, wanted in zip(found, expected, strict=True):
-                np.testing.assert_array_equal(got, wanted, err_msg=f"{rows} x {cols}, {threads} threads, {chosen}")
+    for number, (rows, cols) in enumerate(SHAPES):
+        uniform = bool(number % 2)
+        total = gradients(rows, cols, grad_dtype, 1)[0]
+        expected = simulated(
+            rows,
+            cols,
+            dim,
+            out_dtype,
+            uniform,
+            lambda matrix: matrix.window(STEPS, total, "linear"),  # noqa: B023
+        )
+        for chosen, threads in ((library, 1), (library, 2), (library, 5), (None, 1)):
+            found = updated(chosen, rows, cols, dim, grad_dtype, out_dtype, uniform, threads=threads)
+            same(found, expected, f"{rows} x {cols}, {threads} threads, {chosen}")
+
+
+def lane_arrays(rows, cols, grad_dtype, out_dtype, counted, n_lanes):
+    """A ring with gradients in the lanes `counted` and NaN in the others."""
+    lanes = np.full((n_lanes, rows, cols), np.nan, dtype=np.float32)
+    lanes[counted] = gradients(rows, cols, grad_dtype, len(counted))
+    out = None if out_dtype is None else np.full(rows * cols, 0xAAAA, dtype=np.uint16)
+    return lanes, Arrays(*state(rows, cols), encode(lanes, grad_dtype), out, grad_dtype, out_dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dim", ["column", "row"])
+def test_lanes_equal_the_simulation_and_uncounted_ones_are_not_read(library, dim, grad_dtype, rule):
+    """Scale factors whose products are inexact, so that the order of both roundings shows."""
+    inv_scale, clip = np.array([1 / 3, 0.7, 1], np.float32), np.array([0.1, 1, 1 / 7], np.float32)
+    for number, (rows, cols) in enumerate(SHAPES):
+        uniform, item, counted = bool(number % 2), rows * cols * ITEM_BYTES[grad_dtype], [1, 3, 4][: 1 + number % 3]
+        n, out_dtype = len(counted), (None, "bfloat16", "float16")[number % 3]
+        t, steps = channel_steps(rows, cols, dim, uniform), MIXED_STEPS[:n]
+        t = t[:1] if uniform else t
+        update = plan_replay(steps, t) if rule == "replay" else plan_update(steps, t, "linear")
+        plan = Plan(update, make_lanes([item * lane for lane in counted], inv_scale[:n], clip[:n]))
+
+        def expect(matrix, lanes, counted=counted, steps=steps):
+            effective = [(lanes[lane] * inv_scale[i]) * clip[i] for i, lane in enumerate(counted)]
+            if rule == "replay":
+                matrix.replay(steps, effective)
+            else:
+                matrix.window(steps, np.cumsum(effective, axis=0, dtype=np.float32)[-1], "linear")
+
+        lanes, _ = lane_arrays(rows, cols, grad_dtype, out_dtype, counted, 6)
+        expected = simulated(rows, cols, dim, out_dtype, uniform, lambda m: expect(m, lanes))  # noqa: B023
+        for chosen, threads, cuts in ((library, 1, ()), (library, 3, (rows // 2,)), (None, 1, (rows // 2,))):
+            _, arrays = lane_arrays(rows, cols, grad_dtype, out_dtype, counted, 6)
+            found = run_pass(chosen, arrays, rows, cols, dim, plan, threads, cuts)
+            same(found, expected, f"{rows} x {cols}, {threads} threads, {chosen}")
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize("dim", ["column", "row"])
-def test_cuts_change_no_bit(library, dim, compiled):
+def test_cuts_and_threads_change_no_bit(library, dim, compiled):
     chosen = library if compiled else None
     for rows, cols in ((41, 25), (103, 1025)):
         whole = updated(chosen, rows, cols, dim, "bfloat16", "bfloat16")
         for cuts in ((1,), (13, 40)):
-            found = updated(chosen, rows, cols, dim, "bfloat16", "bfloat16", 2, cuts)
-            for got, wanted in zip(found, whole, strict=True):
-                np.testing.assert_array_equal(got, wanted)
+            for apart, threads in ((True, 2), (False, 1), (False, 2), (False, 7)):
+                same(
+                    updated(chosen, rows, cols, dim, "bfloat16", "bfloat16", threads=threads, cuts=cuts, apart=apart),
+                    whole,
+                )
 
 
-def test_nothing_is_written_outside_the_piece(library):
-    rows, cols, edge = 19, 257, 64
-    arrays = [np.full(rows * cols + 2 * edge, 7, dtype=np.float32) for _ in range(4)]
-    out = np.full(rows * cols + 2 * edge, 0xAAAA, dtype=np.uint16)
-    inside = slice(edge, edge + rows * cols)
-    update = plan_update(STEPS, np.zeros(cols, np.int32), "linear")
-    update_piece(
-        *(x[inside] for x in arrays), out[inside], update,
-        rows=rows, cols=cols, by_column=True, out_dtype="bfloat16", threads=2, library=library,
-    )  # fmt: skip
-    for x, canary in [*((x, 7) for x in arrays), (out, 0xAAAA)]:
-        assert (x[:edge] == canary).all() and (x[-edge:] == canary).all()
-    assert not (arrays[0][inside] == 7).any() and not (out[inside] == 0xAAAA).any()
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("offset", [0, 1, 5, 31, 32])
+def test_nothing_is_written_outside_the_piece_wherever_out_starts(library, offset, out_dtype):
+    """Streamed stores need whole cache lines: `offset` elements past one, the bits are the same."""
+    rows, cols, edge = 19, 2570, 64
+    arrays = [np.full(rows * cols + 2 * edge, 7, dtype=np.float32) for _ in range(3)]
+    room = np.full(rows * cols + 4 * edge, 0xAAAA, dtype=np.uint16)
+    start = -room.ctypes.data % 64 // 2 + edge + offset
+    inside, out_inside = slice(edge, edge + rows * cols), slice(start, start + rows * cols)
+    for x, values in zip(arrays, state(rows, cols), strict=True):
+        x[inside] = values
+    ring = encode(gradients(rows, cols, "bfloat16", 1), "bfloat16")
+    plan = Plan(plan_update(STEPS, np.arange(cols, dtype=np.int32) * 5, "linear"), ONE_LANE)
+    work = Arrays(*(x[inside] for x in arrays), ring, room[out_inside], "bfloat16", out_dtype)
+    found = run_pass(library, work, rows, cols, "column", plan, threads=2)
+    same(found, updated(None, rows, cols, "column", "bfloat16", out_dtype))
+    for x in arrays:
+        assert (x[:edge] == 7).all() and (x[-edge:] == 7).all()
+    assert (room[:start] == 0xAAAA).all() and (room[start + rows * cols :] == 0xAAAA).all()
+
+
+def rounded(library, values, dtype):
+    """The masters as a window without a counted step shows them."""
+    out = np.zeros(values.size, dtype=np.uint16)
+    arrays = Arrays(values, values, values, np.zeros(0, np.uint8), out, "float32", dtype)
+    run_pass(library, arrays, 1, values.size, "column", None, threads=2)
+    return out
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -111,12 +199,52 @@ def test_rounding_equals_torch_on_every_upper_half(library, dtype):
     expected = torch.from_numpy(values).to(getattr(torch, dtype))
     number = ~expected.isnan()
     for chosen in (library, None):
-        out = np.zeros(values.size, dtype=np.uint16)
-        refresh(values, out, dtype, 1, chosen)
+        out = rounded(chosen, values, dtype)
         found = torch.from_numpy(out).view(expected.dtype)
         assert torch.equal(found.isnan(), ~number)
         assert torch.equal(found.view(torch.int16)[number], expected.view(torch.int16)[number])
         assert len(np.unique(out[~number.numpy()])) == 1, "one NaN for all"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_16_bit_gradient_is_read_exactly(library, dtype):
+    """With beta1 = 0 and a first moment of -0, the new one is the gradient: subnormals, infinities and signed zeros."""
+    words = np.arange(1 << 16, dtype=np.uint16)
+    expected = torch.from_numpy(words).view(getattr(torch, dtype)).float().numpy()
+    number = ~np.isnan(expected)
+    update = plan_replay(np.array([[1e-3, 0.0, 0.99, 1e-8, 0.0]]), np.zeros(1, np.int32))
+    for chosen in (library, None):
+        master, first, second = (np.full(words.size, fill, dtype=np.float32) for fill in (1, -0.0, 1))
+        arrays = Arrays(master, first, second, words.view(np.uint8), None, dtype, None)
+        run_pass(chosen, arrays, 1, words.size, "column", Plan(update, ONE_LANE))
+        np.testing.assert_array_equal(first.view(np.uint32)[number], expected.view(np.uint32)[number])
+        assert np.isnan(first[~number]).all()
+
+
+def test_replay_is_one_update_after_another(library):
+    """n updates in one pass, with n sets of scalars, are n passes with one each."""
+    rows, cols, item = 41, 1025, 41 * 1025 * 2
+    t, clip = channel_steps(rows, cols, "row"), np.array([1, 0.3, 0.9], dtype=np.float32)
+    _, together = lane_arrays(rows, cols, "bfloat16", "bfloat16", [0, 1, 2], 3)
+    _, apart = lane_arrays(rows, cols, "bfloat16", "bfloat16", [0, 1, 2], 3)
+    lanes = make_lanes([0, item, 2 * item], np.ones(3), clip)
+    found = run_pass(library, together, rows, cols, "row", Plan(plan_replay(MIXED_STEPS, t), lanes))
+    for step in range(3):
+        plan = Plan(plan_update(MIXED_STEPS[step : step + 1], t + step, "none"), lanes[step : step + 1])
+        expected = run_pass(library, apart, rows, cols, "row", plan)
+    same(found, expected)
+
+
+def test_factors_of_replay():
+    update = plan_replay(MIXED_STEPS, np.array([0, 7], dtype=np.int32))
+    assert (update.step_size.shape, update.denom_scale.shape, update.constants.shape) == ((3, 2), (3, 2), (3, 7))
+    for step, (lr, beta1, beta2, eps, rate) in enumerate(MIXED_STEPS.tolist()):
+        first = np.array([1 / (1 - beta1 ** (t + step + 1)) for t in (0, 7)]).astype(np.float32)
+        second = np.array([1 / (1 - beta2 ** (t + step + 1)) ** 0.5 for t in (0, 7)]).astype(np.float32)
+        np.testing.assert_array_equal(update.step_size[step], np.float32(lr) * first)
+        np.testing.assert_array_equal(update.denom_scale[step], second)
+        expected = np.array([beta1, 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * rate, 1]).astype(np.float32)
+        np.testing.assert_array_equal(update.constants[step], expected)
 
 
 @pytest.mark.parametrize(
@@ -140,92 +268,13 @@ def test_factors_of_the_last_counted_step(scale, lr, decay):
 
 def test_zero_gradients_under_linear_decay_like_every_step(library):
     """C10: a thousand steps of decay in 250 windows, factor e^-0.1, on the fp32 master."""
-    master, zeros = np.ones(64, dtype=np.float32), [np.zeros(64, dtype=np.float32) for _ in range(3)]
+    arrays = Arrays(
+        np.ones(64, dtype=np.float32), *(np.zeros(64, dtype=np.float32) for _ in range(2)), np.zeros(256, np.uint8),
+        None, "float32", None,
+    )  # fmt: skip
     steps = np.array([[1e-2, 0.9, 0.999, 1e-8, 0.01]] * 4)
     for window in range(250):
         update = plan_update(steps, np.full(64, window, np.int32), "linear")
-        update_piece(
-            master, *zeros, None, update,
-            rows=1, cols=64, by_column=True, out_dtype=None, threads=1, library=library,
-        )  # fmt: skip
+        run_pass(library, arrays, 1, 64, "column", Plan(update, ONE_LANE))
+    master = arrays.master
     np.testing.assert_allclose(master, np.exp(-0.1), rtol=2e-5)
-
-
-def test_switched_off(monkeypatch):
-    native.load.cache_clear()
-    monkeypatch.setenv("ZENFLOW_NATIVE", "0")
-    try:
-        assert native.load() is None
-        word = np.array([5], dtype=np.uint64)
-        native.store_release(word.ctypes.data, 1 << 63)
-        assert native.load_acquire(word.ctypes.data) == int(word[0]) == 1 << 63
-    finally:
-        native.load.cache_clear()
-
-
-def test_without_a_compiler_it_says_so_once(monkeypatch, caplog, tmp_path):
-    native.load.cache_clear()
-    monkeypatch.setenv("ZENFLOW_NATIVE", "1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    try:
-        with caplog.at_level("WARNING", logger="zenflow"):
-            assert native.load() is None
-            assert native.load() is None
-        assert [record.message for record in caplog.records if "no C compiler" in record.message] == [
-            caplog.records[0].message
-        ]
-    finally:
-        native.load.cache_clear()
-
-
-@pytest.mark.parametrize("missing", ["switched-off", "compiler"])
-def test_processors_that_do_not_order_plain_accesses_need_the_compiled_pass(monkeypatch, missing, tmp_path):
-    native.load.cache_clear()
-    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
-    monkeypatch.setenv("ZENFLOW_NATIVE", "0" if missing == "switched-off" else "1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    try:
-        with pytest.raises(RuntimeError, match=r"needs a C compiler on this machine \(aarch64\)"):
-            native.load()
-    finally:
-        native.load.cache_clear()
-
-
-def test_the_cache_is_private_and_the_build_atomic(library, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = native.cache_folder()
-    assert folder == tmp_path / "zenflow" and folder.stat().st_mode & 0o077 == 0
-    path = native.build()
-    assert list(folder.iterdir()) == [path]
-    stamp = path.stat().st_mtime_ns
-    assert native.build() == path and path.stat().st_mtime_ns == stamp
-    folder.chmod(0o777)
-    assert native.cache_folder() != folder, "a folder that others can write must not be used"
-
-
-def test_a_failed_build_leaves_nothing(library, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "--no-such-flag"))
-    with pytest.raises(native.subprocess.CalledProcessError):
-        native.build(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_every_word_of_cc_is_run_and_makes_a_library_of_its_own(library, monkeypatch, tmp_path):
-    wrapper = tmp_path / "a wrapper"
-    wrapper.write_text(f'#!/bin/sh\necho "$1" >> "{tmp_path}/log"\nexec "$@"\n')
-    wrapper.chmod(0o755)
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    for words in ("cc", "cc -g"):
-        monkeypatch.setenv("CC", f"'{wrapper}' {words}")
-        native.build(cache)
-    assert (tmp_path / "log").read_text() == "cc\ncc\n"
-    assert len(list(cache.iterdir())) == 2
-
-
-def test_a_cc_that_is_no_command_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("CC", "'gcc")
-    with pytest.raises(OSError, match=r"CC is \"'gcc\", which is no shell command"):
-        native.build(tmp_path)

@@ -31,10 +31,25 @@ def memory():
     made.close()
 
 
-def log_window(memory, bucket, window, finite=(1, 1, 1, 1)):
-    log = memory.slots[bucket].device_log
+def log_window(memory, turn, window, finite=(1, 1, 1, 1), clip=1.0, inv_scale=1.0):
+    log = memory.slot_record(turn, 0).device_log
     log[:2].view(np.uint64)[0] = log[-2:].view(np.uint64)[0] = window
-    log[2:-2:4] = finite
+    words = log[2:-2].reshape(-1, 4)
+    words[:, 0], words[:, 3] = finite, 0
+    words[:, 1:3].view(np.float32)[:] = np.broadcast_to(np.transpose([clip, inv_scale]), (MAX_STEPS, 2))
+
+
+def send(memory, window, seq=1, n_steps=MAX_STEPS):
+    """The host part and the log of one window, and all its ready words; its turn."""
+    buckets = range(len(memory.segment.buckets))
+    turns = {
+        memory.write_slot(bucket, seq + bucket, window, n_steps, HYPER, np.ones((MAX_STEPS, 3))) for bucket in buckets
+    }
+    (turn,) = turns
+    log_window(memory, turn, window)
+    for bucket in buckets:
+        memory.publish(bucket, turn, seq + bucket)
+    return turn
 
 
 def test_two_mappings_share_the_bytes():
@@ -146,12 +161,26 @@ def test_views_cover_the_geometry(memory):
     segment = memory.segment
     assert memory.ring.nbytes == memory.shadow.nbytes == 2 * segment.numel
     assert {x.size for x in (memory.master, memory.exp_avg, memory.exp_avg_sq)} == {segment.numel}
-    assert (memory.channel_step.size, len(memory.slots)) == (segment.n_channels, len(segment.buckets))
-    for bucket in range(len(memory.slots)):
-        slot = memory.slots[bucket]
-        log, ready = slot.device_log, slot.ready
+    assert (memory.channel_step.size, memory.slots.shape) == (segment.n_channels, (2, len(segment.buckets)))
+    lines = set()
+    for turn, bucket in np.ndindex(memory.slots.shape):
+        slot = memory.slot_record(turn, bucket)
+        log, ready, times = slot.device_log, slot.ready, (slot.started_ns, slot.finished_ns)
         assert (log.shape, log.dtype, log.ctypes.data % 64) == ((log_words(MAX_STEPS),), np.int32, 0)
         assert (ready.shape, ready.dtype, ready.ctypes.data % 64) == ((1,), np.int64, 0)
+        assert [(x.shape, x.dtype) for x in times] == [((1,), np.uint64)] * 2
+        assert len({x.ctypes.data // 64 for x in times}) == 1, "the worker's words share a line"
+        lines |= {x.ctypes.data // 64 for x in (ready, times[0])}
+    assert len(lines) == 2 * memory.slots.size, "the device's word and the worker's words never do"
+
+
+@pytest.mark.parametrize("ring_dtype", ["float32", "bfloat16", "float16"])
+def test_a_ring_that_keeps_steps_has_room_for_two_windows(ring_dtype):
+    made = SegmentMemory.create(make_segment(ring_dtype=ring_dtype, lanes=2 * MAX_STEPS))
+    item = 4 if ring_dtype == "float32" else 2
+    assert made.ring.nbytes == 2 * MAX_STEPS * made.segment.numel * item
+    assert made.ring.ctypes.data % 64 == made.segment.numel * item % 64 == 0, "each lane starts a cache line"
+    made.close()
 
 
 @pytest.mark.parametrize("steps", [1, 4, 1000])
@@ -163,7 +192,7 @@ def test_views_do_not_overlap(memory):
     views = (memory.master, memory.exp_avg, memory.exp_avg_sq, memory.channel_step, memory.shadow, memory.ring)
     for number, view in enumerate(views):
         view[:] = number + 1
-    memory.slots.view(np.uint8)[:] = 99
+    memory.windows.view(np.uint8)[:] = memory.slots.view(np.uint8)[:] = 99
     assert [set(np.unique(view)) for view in views] == [{number + 1} for number in range(len(views))]
 
 
@@ -179,36 +208,78 @@ def test_close_is_idempotent_and_leaves_empty_views():
     watch = [os.dup(fd) for fd in made.fds()]
     made.close()
     made.close()
-    assert [made.master.size, made.ring.size, made.slots.size, made.shadow.size] == [0, 0, 0, 0]
+    assert [x.size for x in (made.master, made.ring, made.windows, made.slots, made.shadow)] == [0] * 5
     assert [os.fstat(fd).st_blocks for fd in watch] == [0, 0, 0] and not master.any()
     for fd in watch:
         os.close(fd)
+    with pytest.raises(IndexError):
+        made.ready(0, 0)
+    with pytest.raises(IndexError):
+        made.publish(0, 0, 1)
 
 
 def test_what_is_written_is_read(memory):
     present = np.array([[1, 0, 1], [1, 1, 1], [0, 0, 1]], dtype=bool)
-    memory.write_slot(1, 2, 7, 3, HYPER[:3].tolist(), present.tolist())
-    log_window(memory, 1, 7, (1, 0, 1, 1))
-    memory.publish(1, 2)
-    slot = memory.read_slot(1, 2)
+    for bucket in (0, 1):
+        assert memory.write_slot(bucket, 6 + bucket, 7, 3, HYPER[:3].tolist(), present.tolist()) == 0
+    log_window(memory, 0, 7, (1, 0, 1, 1), clip=[0.5, 1, 0.25, 9], inv_scale=[1, 2, 3, 9])
+    memory.publish(1, 0, 7)
+    slot = memory.read_slot(1, 7, 0)
     np.testing.assert_array_equal(slot.hyper, HYPER[:3])
     assert slot.counted.tolist() == [[True, False, True], [False] * 3, [False, False, True]]
+    assert slot.clip.dtype == slot.inv_scale.dtype == np.float32
+    assert (slot.clip.tolist(), slot.inv_scale.tolist()) == ([0.5, 1, 0.25], [1, 2, 3])
+
+
+def test_windows_take_turns(memory):
+    """Window 2 is written while window 1 is read; window 3 only after it."""
+    buckets = len(memory.segment.buckets)
+    assert [memory.turn(bucket) for bucket in range(buckets)] == [0] * buckets
+    assert send(memory, window=1) == 0
+    assert send(memory, window=2, seq=1 + buckets) == 1
+    for turn, window in ((0, 1), (1, 2)):
+        for bucket in range(buckets):
+            memory.read_slot(bucket, (window - 1) * buckets + bucket + 1, turn)
+    third = (2 * buckets + 1, 3, MAX_STEPS, HYPER, np.ones((MAX_STEPS, 3)))
+    with pytest.raises(AssertionError, match=f"slot {buckets} is still in use"):
+        memory.write_slot(0, *third)
+    memory.header.finish(buckets - 1, 10)
+    with pytest.raises(AssertionError, match=f"slot {buckets} is still in use"):
+        memory.write_slot(0, *third)
+    memory.header.finish(buckets, 10)
+    assert memory.write_slot(0, *third) == 0
+    assert [memory.turn(bucket) for bucket in range(3)] == [1, 0, 0]
+    with pytest.raises(TornSlotError, match="ready is 1, expected"):
+        memory.read_slot(0, third[0], 0)
+    memory.read_slot(0, buckets + 1, 1)
+
+
+def test_a_slot_of_another_window_is_not_taken_for_this_one(memory):
+    buckets = len(memory.segment.buckets)
+    send(memory, window=1)
+    send(memory, window=2, seq=1 + buckets)
+    with pytest.raises(TornSlotError, match=f"seq is {buckets + 2}, expected 2, ready is {buckets + 2}"):
+        memory.read_slot(1, 2, 1)
+    with pytest.raises(TornSlotError, match="seq is 3, expected 2"):
+        memory.read_slot(2, 2, 0)
+
+
+def test_buckets_are_written_in_order(memory):
+    rest = (1, MAX_STEPS, HYPER, np.ones((MAX_STEPS, 3)))
+    with pytest.raises(AssertionError, match="bucket 1 before bucket 0"):
+        memory.write_slot(1, 2, *rest)
+    memory.write_slot(0, 1, *rest)
+    with pytest.raises(AssertionError, match="bucket 2 before bucket 1"):
+        memory.write_slot(2, 3, *rest)
+    with pytest.raises(AssertionError, match="bucket 1: slot 3 is out of order, expected 2"):
+        memory.write_slot(1, 3, *rest)
+    memory.write_slot(1, 2, *rest)
 
 
 def test_groups_added_later_are_left_out(memory):
     wider = np.concatenate([HYPER, HYPER], axis=1)
     memory.write_slot(0, 1, 1, MAX_STEPS, wider, np.ones((MAX_STEPS, 3)))
-    np.testing.assert_array_equal(memory.slots[0].hyper, HYPER)
-
-
-def test_a_slot_in_use_is_not_overwritten(memory):
-    arguments = (MAX_STEPS, HYPER, np.ones((MAX_STEPS, 3)))
-    memory.write_slot(0, 1, 1, *arguments)
-    with pytest.raises(AssertionError, match="slot 1 is still in use"):
-        memory.write_slot(0, 5, 2, *arguments)
-    memory.header.finish(1, 10)
-    memory.write_slot(0, 5, 2, *arguments)
-    assert memory.slots[0].seq == 5
+    np.testing.assert_array_equal(memory.windows["hyper"][0], HYPER)
 
 
 @pytest.mark.parametrize("n_steps", [0, MAX_STEPS + 1])
@@ -218,27 +289,23 @@ def test_a_window_has_its_length(memory, n_steps):
 
 
 def test_every_torn_byte_of_the_host_part_is_seen(memory):
-    memory.write_slot(0, 1, 1, MAX_STEPS, HYPER, np.ones((MAX_STEPS, 3)))
-    log_window(memory, 0, 1)
-    memory.publish(0, 1)
-    memory.read_slot(0, 1)
+    send(memory, window=1)
+    memory.read_slot(1, 2, 0)
     host = memory.arenas[0].array(np.uint8, 0, memory.layout.host_bytes)
     for place in range(host.size):
         host[place] ^= 0x10
-        with pytest.raises(TornSlotError, match="slot 1 .*bucket 0"):
-            memory.read_slot(0, 1)
+        with pytest.raises(TornSlotError, match="slot 2 .*bucket 1"):
+            memory.read_slot(1, 2, 0)
         host[place] ^= 0x10
-    memory.read_slot(0, 1)
+    memory.read_slot(1, 2, 0)
 
 
 @pytest.mark.parametrize("word, named", [(0, "first window"), (1, "first window"), (-2, "last window"), (-1, "last")])
 def test_a_log_of_another_window_is_seen(memory, word, named):
-    memory.write_slot(0, 1, 1, MAX_STEPS, HYPER, np.ones((MAX_STEPS, 3)))
-    log_window(memory, 0, 1)
-    memory.publish(0, 1)
-    memory.slots[0].device_log[word] += 1
+    send(memory, window=1)
+    memory.windows["device_log"][0, word] += 1
     with pytest.raises(TornSlotError, match=named):
-        memory.read_slot(0, 1)
+        memory.read_slot(0, 1, 0)
 
 
 def test_header():

@@ -1,0 +1,118 @@
+"""The compiled library: built once in a private place, refused or replaced where it cannot be had, and its figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zenflow import memory_bench, native
+
+
+def test_switched_off(monkeypatch):
+    native.load.cache_clear()
+    monkeypatch.setenv("ZENFLOW_NATIVE", "0")
+    try:
+        assert native.load() is None
+        word = np.array([5], dtype=np.uint64)
+        native.store_release(word.ctypes.data, 1 << 63)
+        assert native.load_acquire(word.ctypes.data) == int(word[0]) == 1 << 63
+    finally:
+        native.load.cache_clear()
+
+
+def test_without_a_compiler_it_says_so_once(monkeypatch, caplog, tmp_path):
+    native.load.cache_clear()
+    monkeypatch.setenv("ZENFLOW_NATIVE", "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    try:
+        with caplog.at_level("WARNING", logger="zenflow"):
+            assert native.load() is None
+            assert native.load() is None
+        assert [record.message for record in caplog.records if "no C compiler" in record.message] == [
+            caplog.records[0].message
+        ]
+    finally:
+        native.load.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["switched-off", "compiler"])
+def test_processors_that_do_not_order_plain_accesses_need_the_compiled_pass(monkeypatch, missing, tmp_path):
+    native.load.cache_clear()
+    monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
+    monkeypatch.setenv("ZENFLOW_NATIVE", "0" if missing == "switched-off" else "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    try:
+        with pytest.raises(RuntimeError, match=r"needs a C compiler on this machine \(aarch64\)"):
+            native.load()
+    finally:
+        native.load.cache_clear()
+
+
+def test_the_cache_is_private_and_the_build_atomic(library, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = native.cache_folder()
+    assert folder == tmp_path / "zenflow" and folder.stat().st_mode & 0o077 == 0
+    path = native.build()
+    assert list(folder.iterdir()) == [path]
+    stamp = path.stat().st_mtime_ns
+    assert native.build() == path and path.stat().st_mtime_ns == stamp
+    folder.chmod(0o777)
+    assert native.cache_folder() != folder, "a folder that others can write must not be used"
+
+
+def test_a_failed_build_leaves_nothing(library, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "--no-such-flag"))
+    with pytest.raises(native.subprocess.CalledProcessError):
+        native.build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_word_of_cc_is_run_and_makes_a_library_of_its_own(library, monkeypatch, tmp_path):
+    wrapper = tmp_path / "a wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho "$1" >> "{tmp_path}/log"\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for words in ("cc", "cc -g"):
+        monkeypatch.setenv("CC", f"'{wrapper}' {words}")
+        native.build(cache)
+    assert (tmp_path / "log").read_text() == "cc\ncc\n"
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_cc_that_is_no_command_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "'gcc")
+    with pytest.raises(OSError, match=r"CC is \"'gcc\", which is no shell command"):
+        native.build(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True, None], ids=str)
+def test_the_triad_computes_what_it_says_and_gives_a_bandwidth(library, streaming):
+    room = np.zeros(3 * 1024 + 16, dtype=np.float32)
+    a, b, c = room[-room.ctypes.data % 64 // 4 :][: 3 * 1024].reshape(3, 1024)
+    b[:], c[:] = np.arange(1024), 1000
+    library.triad(a.ctypes.data, b.ctypes.data, c.ctypes.data, 1024, bool(streaming), 2)
+    np.testing.assert_array_equal(a, b + 3 * c)
+    assert 0 < memory_bench.triad(2, 1 << 20, streaming=streaming) < 1e5
+
+
+@pytest.mark.parametrize("n_bytes", [0, 65])
+def test_the_triads_size_is_whole_cache_lines(n_bytes):
+    with pytest.raises(ValueError, match=f"multiple of 64, got {n_bytes}"):
+        memory_bench.triad(1, n_bytes)
+
+
+@pytest.mark.parametrize("dtype, per_channel", [("bfloat16", True), ("float16", False), ("float32", True)])
+def test_the_pass_gives_a_bandwidth(library, monkeypatch, dtype, per_channel):
+    monkeypatch.setattr(memory_bench, "CHANNELS", 256)
+    assert 0 < memory_bench.pass_bandwidth(2, 1, dtype, per_channel) < 1e5
+
+
+def test_bandwidths_need_the_compiled_pass(monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: None)
+    with pytest.raises(RuntimeError, match="without a C compiler"):
+        memory_bench.triad(1, 64)
+    with pytest.raises(RuntimeError, match="without a C compiler"):
+        memory_bench.pass_bandwidth(1, 1)
