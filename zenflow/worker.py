@@ -130,6 +130,7 @@ class Worker:
         memory = SegmentMemory.attach(segment, fds)
         for arena in memory.arenas:
             arena.populate(self.threads)
+            self.header.beat()
         work = SegmentWork(memory, self.settings, threads=self.threads, library=self.library)
         self.route += [Place(work, bucket.index) for bucket in segment.buckets]
         self.connection.send(("attached", segment.index))
