@@ -86,7 +86,8 @@ def test_ratios_are_to_the_mean_of_both_floors():
     rows = compare(contest())
     assert [row.get("ratio") for row in rows] == [1.1, 1.3, 1.2, 4.0, None, 0.9]
     assert [row.get("gpu_bytes_over_floor") for row in rows] == [0.0, 12.0, 3.2, 0.0, None, 0.4]
-    assert rows[2]["host_bytes_over_floor"] == 16.0
+    assert rows[2]["process_bytes_over_floor"] == 16.0
+    assert rows[2]["machine_bytes_over_floor"] == 0.0
 
 
 def test_stall_removed_is_measured_against_sync():

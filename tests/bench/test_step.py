@@ -6,12 +6,15 @@ import csv
 import json
 import math
 import os
+import signal
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from zenflow.bench.children import run_job
+from tests.processes import ends_within
+from zenflow.bench.children import environment, module_command, run_job
 from zenflow.bench.command import main
 from zenflow.bench.hog import hog
 from zenflow.bench.processes import family
@@ -66,7 +69,25 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     assert (tmp_path / "out" / "step.png").stat().st_size > 5000
 
 
-def test_red_tests_leave_no_ratio(tmp_path, tests, capsys):
+MEASURED = {
+    "parameters": 1000,
+    "device": "cpu",
+    "mean_ms": 10.0,
+    "step_ms": [10.0] * 8,
+    "first_step_ms": 50.0,
+    "first_totals": {},
+    "totals": {},
+    "host_bytes": None,
+    "peak_bytes": None,
+    "host_growth_bytes": 0,
+    "machine_growth_bytes": 0,
+    "loss_first": 6.0,
+    "loss_last": 6.0,
+}
+
+
+def test_red_tests_leave_no_ratio(tmp_path, tests, monkeypatch, capsys):
+    monkeypatch.setattr("zenflow.bench.step.run_job", lambda *_: MEASURED)
     code = main([*SMALL, *tests("assert False"), "--trainers", "floor", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert code == 1
@@ -87,7 +108,7 @@ def test_a_child_that_dies_without_a_word_is_told(tmp_path, monkeypatch):
 
 
 def test_the_hog_works_until_it_is_let_go(tmp_path):
-    with hog([min(os.sched_getaffinity(0))], 1, tmp_path / "hog.log", elements=100_003) as busy:
+    with hog([min(os.sched_getaffinity(0))], 1, tmp_path / "hog.log", matrices=1) as busy:
         assert len(_benches()) == 1
     assert not _benches()
     assert busy.gb_per_s[0] > 0
@@ -101,6 +122,26 @@ def _benches() -> list[int]:
         if b"zenflow.bench" in words:
             found.append(pid)
     return found
+
+
+def test_a_hog_that_cannot_work_is_told(tmp_path):
+    nowhere = hog([10**5], 1, tmp_path / "hog.log", matrices=1)
+    with pytest.raises(RuntimeError, match="the memory hog failed: OSError"), nowhere:
+        pytest.fail("it started")
+
+
+def test_a_run_that_is_ended_takes_its_child_with_it(tmp_path, tests):
+    words = [*SMALL, *tests("pass"), "--trainers", "floor", "--out", str(tmp_path / "out")]
+    command = subprocess.Popen(
+        [*module_command(), *words], stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path
+    )
+    assert command.stderr.readline().startswith("tests: ")
+    while not (children := family(command.pid)[1:]):
+        assert command.poll() is None
+    command.terminate()
+    assert command.wait(30) == 128 + signal.SIGTERM
+    command.stderr.close()
+    assert all(ends_within(child, 10) for child in children)
 
 
 def test_a_job_survives_its_journey():

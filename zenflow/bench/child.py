@@ -12,11 +12,13 @@ import sys
 import traceback
 from typing import IO
 
+from zenflow.bench.processes import die_with_parent
 from zenflow.bench.registry import Job
 
 
 def main(text: str) -> int:
     """Run the job in `text` (JSON of `Job`'s fields); the last line is its result, or `{"error": ...}`."""
+    die_with_parent()
     answers = _take_stdout()
     try:
         job = Job(**json.loads(text))

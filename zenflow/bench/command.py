@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def _add_step(step: ArgumentParser) -> None:
     more.add_argument(
         "--contention", nargs="+", type=_cores, default=[], metavar="N", help="the floor beside N busy CPU threads"
     )
-    more.add_argument("--hog-elements", type=_integer(1), default=2**27, metavar="N", help="of 16 bytes (2**27)")
+    more.add_argument("--hog-matrices", type=_integer(1), default=8, metavar="N", help="of 268 MB (default: 8)")
     more.add_argument("--growth", action="store_true", help="the first ZenFlow by model size and worker cores")
     more.add_argument("--growth-shapes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "3B"], metavar="SHAPE")
     more.add_argument("--growth-cores", nargs="+", type=_integer(1), default=[4, 8, 12], metavar="N")
@@ -112,13 +113,18 @@ def _add_step(step: ArgumentParser) -> None:
     run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
 
 
-def _step(args) -> int:
+def _step(args: Namespace) -> int:
     from zenflow.bench import step
 
-    return step.run(args)
+    # `timeout` and schedulers end a run with SIGTERM: the child that runs must end, too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return step.run(args)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _memory(args) -> int:
+def _memory(args: Namespace) -> int:
     from zenflow.bench import memory
 
     return memory.run(args)

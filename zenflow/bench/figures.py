@@ -14,6 +14,11 @@ from zenflow.bench.registry import CONTESTANTS, Job
 
 WEIGHT_BYTES = 2
 ON_DEVICE = ("floor", "adamw")
+MEMORY = {
+    "gpu_bytes_over_floor": "peak_bytes",
+    "process_bytes_over_floor": "host_growth_bytes",
+    "machine_bytes_over_floor": "machine_growth_bytes",
+}
 Row = dict[str, Any]
 
 
@@ -65,16 +70,15 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     if not floors:
         return list(rows)
     floor = statistics.fmean(row["mean_ms"] for row in floors)
-    peaks = [row["peak_bytes"] for row in floors if row["peak_bytes"] is not None]
-    growth = min(row["host_growth_bytes"] for row in floors)
     compared = []
     for row in rows:
         more: Row = {}
         if "error" not in row:
             more["ratio"] = row["mean_ms"] / floor
-            more["host_bytes_over_floor"] = (row["host_growth_bytes"] - growth) / row["parameters"]
-            if peaks:
-                more["gpu_bytes_over_floor"] = (row["peak_bytes"] - min(peaks)) / row["parameters"]
+            for name, field in MEMORY.items():
+                least = min((other[field] for other in floors if other[field] is not None), default=None)
+                if least is not None:
+                    more[name] = (row[field] - least) / row["parameters"]
             if sync is not None and row["trainer"] not in ON_DEVICE:
                 more["stall_removed"] = _removed(row["mean_ms"] - floor, sync["mean_ms"] - floor)
                 more["stall_removed_clock"] = _removed(row["stall_ms"], sync["stall_ms"])
@@ -101,8 +105,8 @@ def selection_row(row: Row, job: Job, result: dict[str, Any]) -> Row:
     if "error" in row:
         return kept | {"error": "the contestant's own run failed"}
     periods = job.steps // job.window
-    if result["totals"]["selections"] != periods:
-        return kept | {"error": f"{result['totals']['selections']} selections ran in {periods} periods"}
+    if (ran := result["totals"]["selections"]) != periods:
+        return kept | {"error": f"{ran} selections ran in {periods} periods"}
     times = [result["step_ms"][start : start + job.window] for start in range(0, job.steps, job.window)]
     extra = result["mean_ms"] * job.window - row["mean_ms"] * job.window
     return kept | {

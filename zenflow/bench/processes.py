@@ -1,13 +1,21 @@
-"""Host memory of a process and all below it, as /proc tells it."""
+"""Processes as /proc tells of them: who descends from whom, and the host memory that they take."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let this process be killed when the one that started it ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def family(pid: int) -> list[int]:

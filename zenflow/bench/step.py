@@ -188,23 +188,21 @@ def run_contention(session: Session) -> None:
     available = len(physical_cores())
     for threads in args.contention:
         cores = plan_cores(1 - threads / available, True, threads)
-        measured = []
-        for beside in (False, True):
-            label = f"beside {threads} threads" if beside else "alone"
-            job = plain_job(args, "floor", f"floor {label}", cores=cores.trainer_cores)
-            more = {"table": "contention", "trainer_cores": len(cores.trainer_cores), "note": ""}
-            if beside:
-                with hog(cores.worker_cores, threads, session.log(f"hog-{threads}"), args.hog_elements) as busy:
-                    result = session.run(job)
-                more |= {"hog_threads": threads, "hog_gb_per_s": busy.gb_per_s[0]}
-            else:
-                result = session.run(job)
-            measured.append(row_of(job, result) | more)
-        if all("error" not in row for row in measured):
-            alone = measured[0]["mean_ms"]
-            measured = [row | {"ratio": row["mean_ms"] / alone} for row in measured]
-        for row in measured:
-            session.add(row)
+        alone = plain_job(args, "floor", "floor alone", cores=cores.trainer_cores)
+        beside = replace(alone, label=f"floor beside {threads} threads")
+        rows = [row_of(alone, session.run(alone))]
+        more = {"hog_threads": threads}
+        try:
+            with hog(cores.worker_cores, threads, session.log(f"hog-{threads}"), args.hog_matrices) as busy:
+                result = session.run(beside)
+            more["hog_gb_per_s"] = busy.gb_per_s[0]
+        except RuntimeError as error:
+            result = {"error": str(error)}
+        rows.append(row_of(beside, result) | more)
+        for row in rows:
+            if not any("error" in row for row in rows):
+                row["ratio"] = row["mean_ms"] / rows[0]["mean_ms"]
+            session.add(row | {"table": "contention", "note": "", "trainer_cores": len(cores.trainer_cores)})
 
 
 def run_growth(session: Session) -> None:

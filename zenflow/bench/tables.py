@@ -29,6 +29,10 @@ class Column:
 
 
 REMARK = Column("remark", "note")
+LEGEND = """\
+mean: wall time over whole windows; median and p95: from a step's end to the next one's. Floor: the mean of both.
+Stall removed: 1 - (mean - floor) / (mean of sync - floor); by clock: 1 - stall / stall of sync. M: 2 bytes a parameter.
+B/p: bytes a parameter; host: shared memory that the engine counts; processes and machine: growth over the floor's."""
 
 STEP = (
     Column("trainer", "label"),
@@ -44,7 +48,8 @@ STEP = (
     Column("to GPU M", "to_device_m", number(3)),
     Column("GPU B/p over floor", "gpu_bytes_over_floor", number(2)),
     Column("host B/p", "host_bytes_a_parameter", number(2)),
-    Column("host B/p over floor", "host_bytes_over_floor", number(2)),
+    Column("processes B/p", "process_bytes_over_floor", number(2)),
+    Column("machine B/p", "machine_bytes_over_floor", number(2)),
     Column("worker ms/window", "worker_ms_a_window", number(1)),
     Column("tokens/s", "tokens_a_second", number(0)),
     Column("first loss", "loss_first", number(3)),
@@ -111,12 +116,12 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def report(rows: Sequence[Row], heading: Sequence[str]) -> str:
-    """All tables that have rows, the heading's lines above them."""
+    """All tables that have rows, the heading's lines above them, what the words mean below."""
     parts = ["\n".join(heading)]
     for name, (title, columns) in TABLES.items():
         if chosen := [row for row in rows if row["table"] == name]:
             parts.append(f"## {title}\n\n{markdown(chosen, columns)}")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, LEGEND]) + "\n"
 
 
 def write_csv(rows: Sequence[Row], facts: dict[str, str], path: Path) -> None:
