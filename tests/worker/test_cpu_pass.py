@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import pytest
 import torch
 
 from tests.worker.feeding import SimulatedMatrix, encode, quantize, to_bits
+from zenflow import native
 from zenflow.cpu_pass import Arrays, Plan, SegmentPass, make_lanes, plan_replay, plan_update
 from zenflow.geometry import ITEM_BYTES, Matrix, Piece
 
@@ -180,6 +183,22 @@ def test_nothing_is_written_outside_the_piece_wherever_out_starts(library, offse
     for x in arrays:
         assert (x[:edge] == 7).all() and (x[-edge:] == 7).all()
     assert (room[:start] == 0xAAAA).all() and (room[start + rows * cols :] == 0xAAAA).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+@pytest.mark.parametrize(
+    "flags",
+    [["-march=x86-64"], ["-march=x86-64", "-U__SSE2__"], ["-march=native", "-mno-avx512f"]],
+    ids=["128-bit", "unstreamed", "256-bit"],
+)
+def test_every_way_to_stream_gives_the_same_bits(library, monkeypatch, tmp_path, flags):
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, *flags))
+    other = native.Native(native.build(tmp_path))
+    assert other.path != library.path
+    for out_dtype in ("bfloat16", "float16"):
+        for rows, cols in ((63, 1), (103, 1025)):
+            shape = rows, cols, "row", "float16", out_dtype
+            same(updated(other, *shape, threads=2), updated(library, *shape))
 
 
 def rounded(library, values, dtype):
