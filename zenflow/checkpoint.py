@@ -1,10 +1,11 @@
 """The optimizer's state as plain tensors and numbers, and back.
 
 Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, whoever owns the channel; `step` int64
-`[channels]` (`[1]` with `whole: True`); `selected` int64; the partial sum of the running window (`accumulator`,
-`count`); and, only while a deferred result is on its way, the `weight` that is visible meanwhile and the scalars of the
-steps behind that result (`pending_hyper`, `[n, 5]`). Under `zenflow`: the
-clock, the running window's scalars, and the configuration that shaped all this.
+`[channels]` (`[1]` with `whole: True`); `selected` int64; of the running window the partial sum (`accumulator`) and its
+`count`, or, with `accumulate_on: host`, the raw gradients of its steps (`gradients`, by position); and, only while a
+deferred result is on its way, the `weight` that is visible meanwhile and the scalars of the steps behind that result
+(`pending_hyper`, `[n, 5]`). Under `zenflow`: the clock, the running window's scalars, and the configuration that shaped
+all this.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.storage import Newcomer, ParamRecord, count_selected, is_deferred, matrix_shape
+from zenflow.uploads import Sent
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
 FORMAT = 1
@@ -37,7 +39,7 @@ ENGINE_KEYS = {
     "hyper_log": list,
     "present_log": list,
 }
-SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "ring_dtype", "update_interval")
+SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "accumulate_on", "ring_dtype", "update_interval")
 
 
 def full_state(record: ParamRecord) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +71,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     """
     adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
+    pipeline.sender.finish_copies()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
     running, pending = bool(pipeline.hyper_log), pipeline.pending_storages()
     state = {}
@@ -82,7 +85,9 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
         if record.storage is not None:
             entry["selected"], entry["owned"] = record.selected.clone(), record.owned
             entry["count"] = counts[record.index] if running else 0
-            if entry["count"]:
+            if record.accumulator is None:
+                entry["gradients"] = _gradients(pipeline, record)
+            elif entry["count"]:
                 entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
             if record.storage in pending:
                 entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
@@ -100,6 +105,16 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
             {indices[id(record.param)]: row[record.index] for record in pipeline.records}
             for row in pipeline.present_log
         ],
+    }
+
+
+def _gradients(pipeline: Pipeline, record: ParamRecord) -> dict[int, Tensor]:
+    """A parameter's raw gradients of the running window by position, where it had one."""
+    turn = record.storage.memory.turn(0)
+    return {
+        position: record.lane(turn, position).clone().view(record.param.shape)
+        for position, present in enumerate(pipeline.present_log)
+        if present[record.index]
     }
 
 
@@ -133,7 +148,8 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state: State, engine
     known = {id(record.param) for record in pipeline.records}
     for index, newcomer in enumerate(everyone):
         if index in state:
-            _check_entry(pipeline.config, newcomer, state[index], engine["clock"]["position"])
+            present = [bool(row.get(index, False)) for row in engine["present_log"]]
+            _check_entry(pipeline.config, newcomer, state[index], present)
         elif pipeline.clock.state.step and id(newcomer.param) in known:
             raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
 
@@ -165,7 +181,9 @@ def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
         raise ValueError("hyper_log in the state does not hold five numbers a group")
 
 
-def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], position: int) -> None:
+def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
+    """`present`: in which steps of the running window the parameter had a gradient."""
+    position = len(present)
     param, deferred = newcomer.param, is_deferred(config, newcomer.param)
     rows, cols = matrix_shape(param)
     channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
@@ -188,7 +206,9 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
             )
         if ("weight" in entry) != ("pending_hyper" in entry):
             raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
-        if entry["count"] and "accumulator" not in entry:
+        if config.accumulate_on == "host":
+            _check_gradients(newcomer, entry.get("gradients"), present)
+        elif entry["count"] and "accumulator" not in entry:
             raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
     for name, (shape, dtype) in shapes.items():
         found = entry[name]
@@ -211,6 +231,16 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         )
 
 
+def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]) -> None:
+    expected = [position for position, had in enumerate(present) if had]
+    if not isinstance(gradients, dict) or sorted(gradients) != expected:
+        found = sorted(gradients) if isinstance(gradients, dict) else repr(gradients)
+        raise ValueError(f"gradients of {newcomer.name} are {found} in the state; allowed are its steps {expected}")
+    for grad in gradients.values():
+        if not isinstance(grad, Tensor) or grad.shape != newcomer.param.shape or grad.dtype != newcomer.param.dtype:
+            raise ValueError(f"gradients of {newcomer.name} in the state are not of its shape and dtype")
+
+
 def _is_choice(selected: Tensor, channels: int) -> bool:
     inside = bool(((selected >= 0) & (selected < channels)).all())
     return inside and bool((selected[1:] > selected[:-1]).all())
@@ -220,14 +250,17 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     """Take over a checked state: owners, masters, moments, t, partial sums, clock; masters win over weights."""
     adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
-    pipeline.pending, pipeline.loaded_hyper = [], {}
+    pipeline.make_visible()
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])
         if entry is not None:
             _load_record(pipeline, record, entry)
     if any("weight" in entry for entry in state.values()):
-        pipeline.pending = [
-            (storage, bucket, pipeline.sent) for storage in pipeline.storages for bucket in storage.segment.buckets
+        # The worker has nothing to do with them: their slot is the last that it has finished.
+        pipeline.uploads.pending = [
+            Sent(storage, bucket, pipeline.sender.sent, turn=0)
+            for storage in pipeline.storages
+            for bucket in storage.segment.buckets
         ]
     pipeline.clock.load_state_dict(engine["clock"])
     steps = (entry["step"] for entry in state.values())
@@ -240,6 +273,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         [bool(row.get(indices[id(record.param)], False)) for record in pipeline.records]
         for row in engine["present_log"]
     ]
+    pipeline.prepare_backward()
 
 
 def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any]) -> None:
@@ -273,5 +307,8 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any])
     if "weight" in entry:
         pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
     pipeline.control.count[record.index] = entry["count"]
-    if entry["count"]:
+    if record.accumulator is None:
+        for position, grad in entry["gradients"].items():
+            record.lane(record.storage.memory.turn(0), position).copy_(grad.reshape(shape))
+    elif entry["count"]:
         record.accumulator.copy_(entry["accumulator"].reshape(shape))

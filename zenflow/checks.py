@@ -77,9 +77,9 @@ def usable_gradient(record: ParamRecord) -> Tensor | None:
     ValueError for one of another kind.
     """
     param = record.param
-    if not has_gradient(param):
-        return None
     grad = param.grad
+    if grad is None or not param.requires_grad:
+        return None
     if grad.layout != torch.strided:
         raise ValueError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
     if grad.dtype != record.weight.dtype or grad.device != record.weight.device:

@@ -18,8 +18,11 @@ from pathlib import Path
 
 from zenflow import native
 from zenflow.geometry import Segment
-from zenflow.ring import Header, SegmentMemory, WorkerSettings
+from zenflow.header import Header
+from zenflow.ring import SegmentMemory, WorkerSettings
 
+RELEASED = 1 << 62  # `done` after the worker's end: no stream may wait for what will never come
+WATCH_SECONDS = 0.1
 SPIN_SECONDS = 100e-6
 POLL_SECONDS = 50e-6
 LIVENESS_SECONDS = 20e-3
@@ -57,8 +60,9 @@ class WorkerClient:
             raise
         finally:
             theirs.close()
+        self._watch = _Watch(self._process, self.header)
         self._stop = weakref.finalize(
-            self, _stop, self._process, self._connection, self._socket, self._output, os.getpid()
+            self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
         )
         self._send(("start", settings, tuple(cores), threads))
 
@@ -71,6 +75,23 @@ class WorkerClient:
     def busy_seconds(self) -> float:
         """Time that the worker has spent in processing slots."""
         return self.header.busy_seconds
+
+    @property
+    def done(self) -> int:
+        """Slots processed; not to be trusted once `check` has something to say."""
+        return self.header.done
+
+    @property
+    def done_address(self) -> int:
+        """Of the word that `done` reads, for streams that wait for it."""
+        return self.header.arena.address + Header.DTYPE.fields["done"][1]
+
+    def finished(self, seq: int) -> bool:
+        """Whether the slot `seq` is processed. WorkerError if it never will be."""
+        done = self.header.done
+        if done >= RELEASED:
+            raise self._failure()
+        return done >= seq
 
     @property
     def closed(self) -> bool:
@@ -95,27 +116,18 @@ class WorkerClient:
         """Wait until the slot `seq` is processed; seconds waited.
 
         check: called with every look at the worker, raises when the slot can no longer arrive. WorkerError within a
-        second of the worker's end, and after SILENCE_SECONDS in which a living one has shown no sign of life.
+        second of the worker's end, and when a living one has been given up because it showed no sign of life.
         """
-        if self.header.done >= seq:
+        if self.finished(seq):
             return 0.0
         started = now = time.perf_counter()
         next_check = started + LIVENESS_SECONDS
-        beat, silent = self.header.heartbeat, 0
-        while self.header.done < seq:
+        while not self.finished(seq):
             now = time.perf_counter()
             if now > next_check:
                 self.check()
                 if check is not None:
                     check()
-                last, beat = beat, self.header.heartbeat
-                # Counted in looks, not by the clock: where both processes were suspended, nobody was silent.
-                silent = silent + 1 if beat == last else 0
-                if silent * LIVENESS_SECONDS > SILENCE_SECONDS:
-                    raise WorkerError(
-                        f"the CPU optimizer's process (pid {self.worker_pid}) has shown no sign of life for "
-                        f"{SILENCE_SECONDS:g} seconds: it is stopped or stuck"
-                    )
                 next_check = now + LIVENESS_SECONDS
             if now - started > SPIN_SECONDS:
                 time.sleep(POLL_SECONDS)
@@ -125,7 +137,7 @@ class WorkerClient:
         """WorkerError, with exit code or signal and the worker's traceback, unless it is well. Takes microseconds."""
         if self.closed:
             raise WorkerError("the CPU optimizer's process has been stopped")
-        if self._process.poll() is not None or self.header.error is not None:
+        if self._watch.verdict or self._process.poll() is not None or self.header.error is not None:
             raise self._failure()
 
     def close(self) -> None:
@@ -143,6 +155,8 @@ class WorkerClient:
         """Its end is certain or near when this is called: wait for it, then tell."""
         if self.closed:
             return WorkerError("the CPU optimizer's process has been stopped")
+        if self._watch.verdict:
+            return WorkerError(self._watch.verdict)
         try:
             code = self._process.wait(END_SECONDS)
             ended = _describe(code)
@@ -181,9 +195,51 @@ def _environment(shared_cores: bool) -> dict[str, str]:
     return env
 
 
-def _stop(process: subprocess.Popen, connection: Connection, control: socket.socket, output: int, owner: int) -> None:
+class _Watch(threading.Thread):
+    """Looks after the worker while the trainer's threads, and the device's streams, may be waiting for it.
+
+    When it has ended, or shows no sign of life for SILENCE_SECONDS, `done` is raised to RELEASED so that everything
+    that waits goes on and can ask. `verdict`: why a living worker was given up.
+    """
+
+    def __init__(self, process: subprocess.Popen, header: Header) -> None:
+        super().__init__(name="zenflow-watch", daemon=True)
+        self.verdict = ""
+        self.stopped = threading.Event()
+        self._process, self._header = process, header
+        self.start()
+
+    def run(self) -> None:
+        beat, silent = self._header.heartbeat, 0
+        while not self.stopped.wait(WATCH_SECONDS):
+            if self._process.poll() is None:
+                last, beat = beat, self._header.heartbeat
+                # Counted in looks, not by the clock: where both processes were suspended, nobody was silent.
+                silent = silent + 1 if beat == last else 0
+                if silent * WATCH_SECONDS <= SILENCE_SECONDS:
+                    continue
+                self.verdict = (
+                    f"the CPU optimizer's process (pid {self._process.pid}) has shown no sign of life for "
+                    f"{SILENCE_SECONDS:g} seconds: it is stopped or stuck"
+                )
+                self._process.kill()
+                self._process.wait()
+            native.store_release(self._header.arena.address + Header.DTYPE.fields["done"][1], RELEASED)
+            return
+
+
+def _stop(
+    watch: _Watch,
+    process: subprocess.Popen,
+    connection: Connection,
+    control: socket.socket,
+    output: int,
+    owner: int,
+) -> None:
     """Ask, wait, then kill. In a forked copy of the owner nothing but the copy's descriptors goes."""
     if os.getpid() == owner:
+        watch.stopped.set()
+        watch.join()
         try:
             connection.send(("stop",))
             process.wait(STOP_SECONDS)

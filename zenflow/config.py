@@ -62,8 +62,9 @@ class ZenFlowConfig:
     importance: Literal["square", "magnitude"] = "square"
     """A channel's score: the sum of its squared or of its absolute gradients."""
 
-    deferred_rule: Literal["accumulate"] = "accumulate"
-    """One AdamW update a window with the mean of the window's gradients."""
+    deferred_rule: Literal["accumulate", "replay"] = "accumulate"
+    """One AdamW update a window with the mean of the window's gradients, or (`replay`, which needs `accumulate_on:
+    host`) one update for each of its steps, in one pass over memory."""
 
     deferred_lr_scale: float | Literal["linear", "none"] = "linear"
     """The deferred update's learning rate, times n steps (`linear`), times 1 (`none`), or times a number."""
@@ -74,8 +75,24 @@ class ZenFlowConfig:
     min_deferred_numel: int = 4096
     """A parameter with fewer elements is selected whole, like one with fewer than two dimensions."""
 
+    accumulate_on: Literal["gpu", "host"] = "gpu"
+    """Where a window's gradients are summed: in one accumulator on the device, or by the worker, to which every step's
+    raw gradient then travels. `host` saves the accumulator's device memory, for more traffic and more host memory."""
+
     ring_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the window's gradient sum; auto: the gradient's dtype, but float32 for float16."""
+    """Precision of the sum on the device; auto: the gradient's dtype, but float32 for float16. Under `accumulate_on:
+    host` the ring holds the gradients themselves, and auto is the only choice."""
+
+    upload: Literal["backward", "step"] = "backward"
+    """When a deferred result is copied into the weights: in the last backward pass of its window, as soon as a bucket's
+    gradients exist, or inside `step()`. `backward` is right if no weight is used again after its gradient exists."""
+
+    upload_check: bool = True
+    """Try that once: in the first backward pass that could upload, the weights become NaN instead, and if that reaches
+    a gradient, `upload` falls back to `step` with a warning."""
+
+    backward_passes_per_step: int | None = None
+    """Backward passes before each `step()`; None: learned for each parameter in its first window."""
 
     bucket_bytes: int = 64 * 2**20
     """Bytes of weights that travel in one copy."""
@@ -95,6 +112,10 @@ class ZenFlowConfig:
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
             object.__setattr__(self, name, rule(name, getattr(self, name)))
+        if self.deferred_rule == "replay" and self.accumulate_on != "host":
+            raise _refuse("deferred_rule", "replay", "'replay' needs accumulate_on='host', which is 'gpu'")
+        if self.accumulate_on == "host" and self.ring_dtype != "auto":
+            raise _refuse("ring_dtype", self.ring_dtype, "'auto' under accumulate_on='host'")
         if self.select_strategy == "epoch" and self.steps_per_epoch is None:
             raise ValueError(
                 "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1 (without it no "
@@ -221,10 +242,14 @@ _RULES = {
     "overlap_step": _switch(),
     "channel_dim": _word("column", "row"),
     "importance": _word("square", "magnitude"),
-    "deferred_rule": _word("accumulate"),
+    "deferred_rule": _word("accumulate", "replay"),
     "deferred_lr_scale": _number(*_POSITIVE, "linear", "none"),
     "on_reselect": _word("migrate", "reset"),
     "min_deferred_numel": _integer(0),
+    "accumulate_on": _word("gpu", "host"),
+    "upload": _word("backward", "step"),
+    "upload_check": _switch(),
+    "backward_passes_per_step": _integer(1, None),
     "ring_dtype": _word("auto", "float32", "bfloat16"),
     "bucket_bytes": _integer(1),
     "max_grad_norm": _number(*_POSITIVE, None),

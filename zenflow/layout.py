@@ -61,6 +61,10 @@ def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int)
                 records.append(record_whole(newcomer, index))
         if storage is not None:
             storage.indices = [record.index for record in reversed(records) if record.matrix is not None]
+            storage.members = [
+                tuple({storage.indices[piece.matrix]: None for piece in bucket.pieces})
+                for bucket in storage.segment.buckets
+            ]
             _hand_over(pipeline, storage)
         table = Table([record.entry() for record in records], first=first)
     except BaseException:
@@ -78,6 +82,8 @@ def _hand_over(pipeline: Pipeline, storage: SegmentStorage) -> None:
     storage.fill_host_from_weights()
     if pipeline.client is None:
         pipeline.client = _start_worker(pipeline)
+        pipeline.sender.client = pipeline.client
+        pipeline.uploads.follow(pipeline.client)
     pipeline.client.attach(storage.segment, storage.memory)
 
 
@@ -85,7 +91,7 @@ def _start_worker(pipeline: Pipeline) -> WorkerClient:
     config = pipeline.config
     bind = pipeline.device.type == "cuda" if config.core_binding == "auto" else bool(config.core_binding)
     cores = pipeline.cores = plan_cores(config.pt_reserved_cores_perc, bind, config.worker_threads)
-    settings = WorkerSettings(deferred_lr_scale=config.deferred_lr_scale)
+    settings = WorkerSettings(deferred_rule=config.deferred_rule, deferred_lr_scale=config.deferred_lr_scale)
     client = WorkerClient(settings=settings, cores=cores.worker_cores, threads=cores.worker_threads)
     if bind:
         cores.bind_trainer()

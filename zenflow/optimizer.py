@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +22,8 @@ from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.stats import Stats
 from zenflow.storage import Newcomer
+from zenflow.telemetry import StepRecord
+from zenflow.trace import Tracer
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class ZenFlow(torch.optim.Optimizer):
         self._closed = False
         self._warned_no_gradient = False
         self._known: set[int] = set()  # ids of the parameters that have been laid out
+        self._unknown: list[Parameter] = []  # the others
+        self._checked_groups: list[list[int]] = []  # ids of the parameters, when the groups were last looked through
         self.config = _configuration(config, config_fields)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         everyone = self._newcomers(lambda param: True)
@@ -104,7 +110,7 @@ class ZenFlow(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_groups(pipeline)
-        if any(has_gradient(param) and id(param) not in self._known for param in self._params()):
+        if any(has_gradient(param) for param in self._unknown):
             self._lay_out(self._newcomers(lambda param: has_gradient(param) and id(param) not in self._known))
         self._warn_without_gradients()
         pipeline.step(self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -144,21 +150,37 @@ class ZenFlow(torch.optim.Optimizer):
     def stats(self) -> Stats:
         """Counters and clocks since construction; waits for the device to finish what is queued."""
         pipeline = self._running()
-        client, counters = pipeline.client, pipeline.counters
+        client, counters, telemetry = pipeline.client, pipeline.counters, pipeline.telemetry
         return Stats(
             steps=pipeline.clock.state.step,
             windows=counters["windows"],
             selections=counters["selections"],
             skipped_steps=int(pipeline.control.skipped.item()),
             grad_norm=float(pipeline.control.norm.item()),
-            stall_seconds=pipeline.stall.seconds(),
-            selection_seconds=pipeline.selecting.seconds(),
-            host_wait_seconds=pipeline.host_wait_seconds,
-            bytes_to_host=counters["bytes_to_host"],
-            bytes_to_device=counters["bytes_to_device"],
+            stall_seconds=telemetry.stall_seconds(),
+            selection_seconds=telemetry.selection_seconds(),
+            host_wait_seconds=telemetry.host_wait_seconds,
+            bytes_to_host=telemetry.bytes_to_host,
+            bytes_to_device=telemetry.bytes_to_device,
+            host_bytes=pipeline.host_bytes,
             worker_busy_seconds=0.0 if client is None else client.busy_seconds,
             worker_pid=None if client is None else client.worker_pid,
         )
+
+    def records(self, wait: bool = False) -> list[StepRecord]:
+        """What the latest steps cost, oldest first, without making anything wait; `wait` waits for all that ended."""
+        return self._running().telemetry.records(wait)
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
+        """Record a Chrome trace of the steps inside the block and write it to `path` (ui.perfetto.dev shows it)."""
+        pipeline = self._running()
+        tracer = pipeline.start_trace()
+        try:
+            yield tracer
+        finally:
+            pipeline.stop_trace()
+        tracer.write(path)
 
     @torch.no_grad()
     def channel_state(self, param: Parameter) -> ChannelState:
@@ -181,6 +203,11 @@ class ZenFlow(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, on the CPU; `"state"` is empty before the first step."""
         pipeline = self._running()
+        if pipeline.uploads.in_transit:
+            raise RuntimeError(
+                "state_dict() between backward() and step(), while the next weights are being uploaded; save after "
+                "step(), or build the optimizer with upload='step'"
+            )
         packed = super().state_dict()
         if pipeline.clock.state.step:
             packed["state"], packed["zenflow"] = checkpoint.save(pipeline, self._indices())
@@ -246,16 +273,23 @@ class ZenFlow(torch.optim.Optimizer):
             check_parameters(newcomers, self._running().device)
             lay_out(self._running(), newcomers, len(self.param_groups))
             self._known |= {id(newcomer.param) for newcomer in newcomers}
+            self._checked_groups = []
+            self._running().prepare_backward()
 
     def _check_groups(self, pipeline: Pipeline) -> None:
         """A parameter keeps the group in which it was laid out: slots, tables and states are by group."""
-        groups = {id(param): number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        ids = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if ids == self._checked_groups:
+            return
+        groups = {param: number for number, group in enumerate(ids) for param in group}
         for record in pipeline.records:
             if groups.get(id(record.param)) != record.group:
                 raise ValueError(
                     f"{record.name} was laid out in param group {record.group} and is now in "
                     f"{groups.get(id(record.param), 'none')}; build a new optimizer to regroup parameters"
                 )
+        self._checked_groups = ids
+        self._unknown = [param for param in self._params() if id(param) not in self._known]
 
     def _warn_without_gradients(self) -> None:
         if self._warned_no_gradient or any(param.grad is not None for param in self._params()):

@@ -34,17 +34,21 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
     """Bring masters and flat storage in line with weights that were changed outside.
 
     `force` compares every parameter, for edits that autograd cannot see (`.data`). ValueError names a parameter that
-    changed dtype, device or shape.
+    changed dtype, device or shape, or that was written in place while a replayed result is on its way, or between
+    the backward pass that uploads and its `step()`.
     """
-    pending = pipeline.pending_storages()
     for record in pipeline.records:
-        param = record.param
-        moved = param.data_ptr() != record.weight.data_ptr() or param.dtype != record.weight.dtype
-        if moved or force or param._version != record.version:
+        if force or record.is_foreign:
+            if pipeline.uploads.holds(record):
+                raise ValueError(
+                    f"{record.name} was changed between backward() and step(), while the next weights were being "
+                    "uploaded into it; change weights after step(), or build the optimizer with upload='step'"
+                )
+            pending = pipeline.pending_storages()
             pipeline.wait_for_worker()
-            changed = _move_back(record) if moved else None
+            changed = _move_back(record) if record.param.data_ptr() != record.address else None
             _follow_weights(pipeline, record, changed, pending=record.storage in pending)
-            record.version = param._version
+            record.version = record.param._version
 
 
 def _move_back(record: ParamRecord) -> Tensor:
@@ -86,6 +90,12 @@ def _follow_weights(pipeline: Pipeline, record: ParamRecord, changed: Tensor | N
 
 def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tensor) -> Tensor:
     """Where `weight`, `[rows, cols]` on the host, cannot be what was visible before the pending update."""
+    if pipeline.config.deferred_rule == "replay":
+        # Several updates lie between, and the second moments before each of them cannot be told from the last.
+        raise ValueError(
+            f"{record.name} was changed from outside while a replayed result is on its way; with "
+            "deferred_rule='replay' call flush() before weights are changed in place"
+        )
     master, exp_avg, exp_avg_sq = record.host
     hyper = pipeline.pending_hyper(record)
     if not len(hyper):

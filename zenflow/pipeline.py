@@ -1,17 +1,18 @@
 """The pipeline, as phases of one `step()`.
 
-Phase 1, backward: PyTorch leaves gradients in `.grad`.
+Phase 1, backward: PyTorch leaves gradients in `.grad`; in a window's last pass, phase 5 goes on under it.
 Phase 2, `step()`: norm and finite check over all parameters, then one pass over the gradient that updates the selected
 channels and folds the others into the accumulator. Nothing here waits for the device, except the steps that select.
 Phase 3, a window's end: each bucket's accumulator goes to its ring slot on the copy stream, under the next step's
-compute; the slot's `ready` word follows it on the same stream.
+compute; the slot's `ready` word follows it on the same stream (`sending.py`).
 Phase 4, the worker: one pass over memory a slot, in order; then `done`.
-Phase 5, visible: the worker's shadow is copied straight into the weights, at the end of this window (staleness 0) or of
-the next (staleness 1); then the selected channels, which the shadow does not know, are written over it.
+Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, at the end of this
+window (staleness 0) or, from backward on, of the next (staleness 1); then the selected channels, which the shadow does
+not know, are written over it (`uploads.py`).
 
-Orders that hold it together: an upload waits for `done` and precedes `step()`'s own writes; a copy to the ring follows
-the fold, and the upload that empties the shadow which the worker will write next; the next fold waits for that copy,
-because there is one accumulator.
+Orders that hold it together, per bucket: an upload waits for the last gradient and for `done`; `step()`'s own writes
+come after it; a copy to the ring follows the fold, and the upload that empties the shadow which the worker will write
+next; the next fold waits for that copy, because there is one accumulator.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from zenflow.checks import group_hyper, usable_gradient
 from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
-from zenflow.geometry import Bucket
 from zenflow.outside import adopt_outside_changes
+from zenflow.ring import Slot
 from zenflow.selection import choose_channels, migrate
-from zenflow.stats import StallClock
+from zenflow.sending import Sender
 from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.telemetry import Telemetry
+from zenflow.trace import Tracer, span
+from zenflow.uploads import Sent, Uploads
 from zenflow.window import StepPlan, WindowClock
 
 logger = logging.getLogger("zenflow")
@@ -64,22 +68,18 @@ class Pipeline:
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
-        self.sent = 0  # slots sent since the worker started
-        self.pending: list[tuple[SegmentStorage, Bucket, int]] = []  # sent and not yet visible
+        self.telemetry = Telemetry(device)
+        self.tracer: Tracer | None = None
+        self.sender = Sender(device, self.telemetry)
+        self.uploads = Uploads(config, device, self.records, self.telemetry)
         self.loaded_hyper: dict[int, np.ndarray] = {}  # `pending_hyper` of results that came with a loaded state
         self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
         self.present_log: list[list[bool]] = []
         self.stepping = False  # a step has begun to count and has not ended: afterwards, it was broken off
         self.highest_t = 0  # no channel's t is above it
-        self.counters = dict.fromkeys(("windows", "selections", "bytes_to_host", "bytes_to_device"), 0)
-        self.host_wait_seconds = 0.0
-        self.stall = StallClock(device)
-        self.selecting = StallClock(device)
+        self.counters = dict.fromkeys(("windows", "selections"), 0)
         self.grads: list[Tensor | None] = []  # of the step that runs, one a record
         self._uploaded: dict[str, tuple[Hashable, Tensor]] = {}
-        cuda = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if cuda else None
-        self._copied = torch.cuda.Event() if cuda else None
 
     # Phase 2
 
@@ -93,23 +93,44 @@ class Pipeline:
         # From here on the step counts; what the caller could have got wrong has been refused.
         self.stepping = True
         plan = self.clock.begin_step()
-        self.highest_t += 1
-        # A group that came in mid-window had no gradients in its earlier steps; its scalars there are never read.
-        self.hyper_log = [row + hyper_row[len(row) :] for row in self.hyper_log] + [hyper_row]
-        self.present_log.append([grad is not None for grad in self.grads])
-        hyper, bias = self._hyper_tables()
-        self._wait_for_copies()
-        self._reduce(plan.position, grad_scale, found_inf)
-        self._select_first(plan.step)
-        if plan.ends_window:
-            self.make_visible()
-        for table in self.tables:
-            fused_step(table, self.control, hyper, bias)
-        if plan.ends_window:
-            self._end_window(plan)
+        self._begin_record(plan.step)
+        with span(self.tracer, "GPU compute", "optimizer step", self._compute(), window=self.clock.state.window):
+            self.highest_t += 1
+            # A group that came in mid-window had no gradients in its earlier steps; its scalars there are never read.
+            self.hyper_log = [row + hyper_row[len(row) :] for row in self.hyper_log] + [hyper_row]
+            self.present_log.append([grad is not None for grad in self.grads])
+            hyper, bias = self._hyper_tables()
+            self.sender.wait_for_copies()
+            self._reduce(plan.position, grad_scale, found_inf)
+            self.uploads.end_backward(self._is_finite)
+            self._select_first(plan.step)
+            if self.config.accumulate_on == "host":
+                self.sender.send_gradients(self.records, self.grads, plan.position)
+            for table in self.tables:
+                fused_step(table, self.control, hyper, bias)
+            staleness = self._end_window(plan) if plan.ends_window else None
         self.clock.finish_step(plan)
         self.grads = []
+        self.telemetry.end_step(staleness)
+        self.prepare_backward()
         self.stepping = False
+
+    def prepare_backward(self) -> None:
+        """Tell the uploads whether the coming backward passes end a window."""
+        self.uploads.prepare(self.clock.next_ends_window)
+
+    def _begin_record(self, step: int) -> None:
+        slots = sum(len(storage.segment.buckets) for storage in self.storages)
+        waiting = 0 if self.client is None else max(0, self.sender.sent - self.client.done)
+        busy = 0.0 if self.client is None else self.client.busy_seconds
+        self.telemetry.begin_step(step, min(1.0, waiting / max(1, slots)), busy)
+
+    def _compute(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def _is_finite(self) -> bool:
+        """Ask the device about this step; waits for it."""
+        return bool(self.control.finite.item())
 
     def _reduce(self, position: int, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Norm, finite check and clip coefficient over all parameters, and the bookkeeping that follows from them."""
@@ -120,7 +141,7 @@ class Pipeline:
             first += table.n_partials
         close_step(
             self.control, self.partials, self._present(),
-            position=position, max_grad_norm=self.config.max_grad_norm,
+            window=self.clock.state.window, position=position, max_grad_norm=self.config.max_grad_norm,
             grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
 
@@ -160,83 +181,76 @@ class Pipeline:
 
     # Phases 3 to 5
 
-    def _end_window(self, plan: StepPlan) -> None:
-        self.send_window()
+    def _end_window(self, plan: StepPlan) -> int | None:
+        """Send this window and show the one before; the staleness of what became visible, None if nothing did."""
+        due = bool(self.uploads.pending)
+        self.uploads.queue_rest()
+        sent = self._send_window()
+        self._land()
+        self.uploads.pending = sent
         candidates = self._candidates() if plan.selects else []
         # The one question that the host asks the device, and only at a window end at which a selection is due.
-        selecting = bool(candidates) and bool(self.control.finite.item())
+        selecting = bool(candidates) and self._is_finite()
         if plan.synchronous or selecting:
-            self.make_visible()
+            self.uploads.queue_rest()
+            self._land()
+        if due or plan.synchronous or selecting:
             self.write_selected()
         if selecting:
-            with self.selecting.section():
+            with self.telemetry.selection():
                 self._select(candidates, plan.step)
             self.clock.selection_ran()
+        if sent and (plan.synchronous or selecting):
+            return 0
+        return 1 if due else None
 
-    def send_window(self) -> None:
-        """Queue every bucket's accumulator for the worker, behind the fold that completes it."""
-        window, n_steps = self.clock.state.window, len(self.hyper_log)
-        slots = [(storage, bucket) for storage in self.storages for bucket in storage.segment.buckets]
-        seqs = range(self.sent + 1, self.sent + 1 + len(slots))
-        words = self._to_device(torch.tensor(seqs, dtype=torch.int64, device="cpu"))
-        self.control.stamp(window)
-        if self._copies is not None:
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
-            words.record_stream(self._copies)
-        steps = {storage: self._steps_of(storage) for storage in self.storages}
-        with torch.cuda.stream(self._copies):
-            for place, ((storage, bucket), seq) in enumerate(zip(slots, seqs, strict=True)):
-                storage.memory.write_slot(bucket.index, seq, window, n_steps, *steps[storage])
-                self._send_bucket(storage, bucket, seq, words[place : place + 1])
-            if self._copied is not None:
-                self._copied.record()
-        self.sent += len(slots)
+    def _send_window(self) -> list[Sent]:
+        sent = self.sender.send_window(
+            self.storages, self.clock.state.window, self.control.window_log,
+            np.array(self.hyper_log), np.array(self.present_log),
+        )  # fmt: skip
         self.counters["windows"] += 1
         self.hyper_log, self.present_log = [], []
+        return sent
 
-    def _steps_of(self, storage: SegmentStorage) -> tuple[np.ndarray, np.ndarray]:
-        """The window as one segment's slots say it: scalars `[steps, groups, 5]` and presence `[steps, matrices]`."""
-        return np.array(self.hyper_log), np.array(self.present_log)[:, storage.indices]
-
-    def _send_bucket(self, storage: SegmentStorage, bucket: Bucket, seq: int, word: Tensor) -> None:
-        slot, payload = storage.slots[bucket.index], storage.ring[bucket.start : bucket.stop]
-        payload.copy_(storage.accumulator[bucket.start : bucket.stop], non_blocking=True)
-        slot.log.copy_(self.control.window_log, non_blocking=True)
-        if self._copies is None:
-            storage.memory.publish(bucket.index, seq)
-        else:
-            slot.ready.copy_(word, non_blocking=True)
-        self.pending.append((storage, bucket, seq))
-        self.counters["bytes_to_host"] += payload.nbytes + slot.log.nbytes + slot.ready.nbytes
+    def _land(self) -> None:
+        self.uploads.land()
+        self.loaded_hyper = {}
 
     def make_visible(self) -> None:
-        """Upload every result that was sent for, each bucket as soon as the worker has finished it."""
-        if not self.pending:
-            return
-        with self.stall.section():
-            for storage, bucket, seq in self.pending:
-                self._wait_for(seq)
-                shadow = storage.shadow[bucket.start : bucket.stop]
-                storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
-                self.counters["bytes_to_device"] += shadow.nbytes
-        self.pending, self.loaded_hyper = [], {}
+        """Every result that was sent for is in the weights for all that the compute stream does from now on."""
+        if self.uploads.pending:
+            self.uploads.queue_rest()
+            self._land()
+            self.write_selected()
 
     def pending_storages(self) -> set[SegmentStorage]:
         """Segments for which a result has been sent for and is not visible yet."""
-        return {storage for storage, _, _ in self.pending}
+        return {item.storage for item in self.uploads.pending}
 
     def pending_hyper(self, record: ParamRecord) -> np.ndarray:
         """float64 `[n, 5]`: lr, beta1, beta2, eps, weight decay at the n steps that the pending update stands for."""
         if record.index in self.loaded_hyper:
             return self.loaded_hyper[record.index]
-        number = record.storage.indices.index(record.index)
-        bucket, seq = next(
-            (bucket, seq)
-            for storage, bucket, seq in self.pending
-            if storage is record.storage and any(piece.matrix == number for piece in bucket.pieces)
-        )
-        slot = record.storage.memory.read_slot(bucket.index, seq)
+        slot, number = self.pending_slot(record)
         return slot.hyper[slot.counted[:, number], record.group]
+
+    def pending_slot(self, record: ParamRecord) -> tuple[Slot, int]:
+        """What the worker was told of a record's pending window, and the record's number in it."""
+        item = next(
+            item
+            for item in self.uploads.pending
+            if item.storage is record.storage and record.index in item.storage.members[item.bucket.index]
+        )
+        number = record.storage.indices.index(record.index)
+        return record.storage.memory.read_slot(item.bucket.index, item.seq, item.turn), number
+
+    @property
+    def host_bytes(self) -> int:
+        """Shared memory of all segments and the worker's header."""
+        return sum(storage.host_bytes for storage in self.storages) + (
+            self.client.header.arena.nbytes if self.client else 0
+        )
 
     def write_selected(self) -> None:
         """Write the selected masters over what an upload left in their channels."""
@@ -246,35 +260,29 @@ class Pipeline:
 
     def wait_for_worker(self) -> None:
         """Until the worker has finished all that was sent; nothing becomes visible."""
-        if self.client is not None and self.sent:
-            self._wait_for(self.sent)
-
-    def _wait_for(self, seq: int) -> None:
-        """Until the worker has finished slot `seq`. A device that has failed will never send it: ask it meanwhile."""
-        self.host_wait_seconds += self.client.wait_done(seq, check=None if self._copied is None else self._copied.query)
-
-    def _wait_for_copies(self) -> None:
-        """There is one accumulator and one log of the window: the next fold waits until they are on the host."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+        if self.client is not None and self.sender.sent:
+            self.sender.wait_done(self.sender.sent)
 
     def flush(self) -> None:
         """End the running window now and make every result visible."""
         adopt_outside_changes(self)
         self.make_visible()
         if self.hyper_log:
-            self.send_window()
+            self.uploads.pending = self._send_window()
             self.clock.end_window()
             self.make_visible()
         self.write_selected()
+        self.prepare_backward()
 
     # Selection
 
     def _select_first(self, step: int) -> None:
         """Parameters that have no owners yet get them by their first finite gradient, before it is applied."""
         fresh = [record for record in self.records if not record.owned and self.grads[record.index] is not None]
-        if fresh and self.control.finite.item():
-            with self.selecting.section():
+        if fresh and self._is_finite():
+            with self.telemetry.selection():
+                if self.uploads.in_transit:
+                    self.make_visible()
                 self.wait_for_worker()
                 # This step is in `advance` already, and has yet to be applied.
                 self._select(fresh, step, ahead=1)
@@ -293,8 +301,7 @@ class Pipeline:
         moved = 0
         for record, selected in zip(records, chosen, strict=True):
             traffic = migrate(record, selected, advances[record.index] - ahead, self.config.on_reselect)
-            self.counters["bytes_to_host"] += traffic.to_host
-            self.counters["bytes_to_device"] += traffic.to_device
+            self.telemetry.add(bytes_to_host=traffic.to_host, bytes_to_device=traffic.to_device)
             moved += traffic.moved
         self.counters["selections"] += 1
         logger.info(
@@ -302,9 +309,26 @@ class Pipeline:
             step, sum(selected.numel() for selected in chosen), len(records), moved,
         )  # fmt: skip
 
+    def start_trace(self) -> Tracer:
+        """Record, from now on, what runs where."""
+        if self.tracer is not None:
+            raise RuntimeError("a trace is being recorded already")
+        tracer = Tracer(self.device)
+        self.tracer = self.sender.tracer = self.uploads.tracer = tracer
+        return tracer
+
+    def stop_trace(self) -> None:
+        """Record no more; the worker's slots that the trace began with or after are added to it."""
+        tracer, self.tracer = self.tracer, None
+        self.sender.tracer = self.uploads.tracer = None
+        assert tracer is not None
+        self.wait_for_worker()
+        self._trace_worker(tracer)
+
     def close(self) -> None:
         """Stop the worker and give back every byte of host memory; the parameters stay as they are."""
         if self.client is not None:
+            self.uploads.close()
             self.client.close()
         for storage in self.storages:
             storage.close()

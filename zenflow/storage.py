@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from zenflow_kernels.table import Entry
 
 from zenflow.config import ZenFlowConfig
+from zenflow.driver import stream_words
 from zenflow.geometry import Matrix, Segment, lay_out
 from zenflow.ring import SegmentMemory
 
@@ -82,6 +83,15 @@ class ParamRecord:
     selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     owned: bool = True  # False until the first selection
     version: int = 0  # the parameter's autograd version when its bits were last known
+    address: int = field(init=False)  # of the weight
+
+    def __post_init__(self) -> None:
+        self.address = self.weight.data_ptr()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether somebody else has moved or written the parameter since its bits were last known."""
+        return self.param.data_ptr() != self.address or self.param._version != self.version
 
     @property
     def n_selected(self) -> int:
@@ -111,6 +121,12 @@ class ParamRecord:
         assert self.storage is not None and self.matrix is not None
         first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
         return self.storage.shadow[first:last].view(self.weight.shape)
+
+    def lane(self, turn: int, step: int) -> Tensor:
+        """Where the ring keeps its raw gradient of one step, `[rows, cols]` on the host (`accumulate_on: host`)."""
+        assert self.storage is not None and self.matrix is not None
+        first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
+        return self.storage.lane(turn, step)[first:last].view(self.weight.shape)
 
     def entry(self) -> Entry:
         """The record as the grouped kernels see it."""
@@ -157,28 +173,46 @@ class Pins:
 class SegmentStorage:
     """One segment: flat weights and accumulator on `device`, and torch views of its shared memory.
 
-    `weights` `[numel]` and `accumulator` `[numel]` are on the device; `ring` and `shadow` are their counterparts on the
-    host, `state` the worker's master and moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. For fp32
-    weights `shadow` is the master itself.
+    `weights` `[numel]` and `accumulator` `[numel]` (None where the worker sums the gradients) are on the device; `ring`
+    `[lanes * numel]` and `shadow` `[numel]` are their counterparts on the host, `state` the worker's master and
+    moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. For fp32 weights `shadow` is the master itself.
+    `logs` and `slots` are by turn, `slots` by bucket too.
     """
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
         self.segment = segment
         self.indices: list[int] = []  # of its matrices' records in StepControl
+        self.members: list[tuple[int, ...]] = []  # of the records in each bucket
         self.memory = SegmentMemory.create(segment, threads=len(os.sched_getaffinity(0)))
         memory, weight_dtype, ring_dtype = self.memory, DTYPES[segment.weight_dtype], DTYPES[segment.ring_dtype]
         self.ring = torch.from_numpy(memory.ring).view(ring_dtype)
         self.state = tuple(torch.from_numpy(flat) for flat in (memory.master, memory.exp_avg, memory.exp_avg_sq))
         self.channel_step = torch.from_numpy(memory.channel_step)
         self.shadow = self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow).view(weight_dtype)
-        self.slots = [SlotViews(memory, bucket.index) for bucket in segment.buckets]
         pins = Pins(device)
         # Also when nobody calls close(): memory that is unmapped while pinned poisons its addresses for the process.
         self._free = weakref.finalize(self, _free, pins, memory)
         pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
         pins.add(self.shadow)
+        self.logs = [torch.from_numpy(memory.slot_record(turn, 0).device_log) for turn in (0, 1)]
+        self.slots = [[SlotWord(memory, turn, bucket.index, device) for bucket in segment.buckets] for turn in (0, 1)]
         self.weights = torch.zeros(segment.numel, dtype=weight_dtype, device=device)
-        self.accumulator = torch.zeros(segment.numel, dtype=ring_dtype, device=device)
+        self.accumulator: Tensor | None = None
+        if not segment.keeps_steps:
+            self.accumulator = torch.zeros(segment.numel, dtype=ring_dtype, device=device)
+        events = len(segment.buckets) if device.type == "cuda" else 0
+        self.gradients_exist = [torch.cuda.Event() for _ in range(events)]
+        self.uploaded = [torch.cuda.Event() for _ in range(events)]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of its shared memory, each arena once."""
+        return sum(arena.nbytes for arena in self.memory.arenas)
+
+    def lane(self, turn: int, step: int) -> Tensor:
+        """`[numel]` of the ring: where step `step` of the window with slots of `turn` puts its gradients."""
+        first = self.segment.lane(turn, step) * self.segment.numel
+        return self.ring[first : first + self.segment.numel]
 
     def fill_host_from_weights(self) -> None:
         """Shadow and master of every element from the weights on the device; synchronises."""
@@ -192,7 +226,7 @@ class SegmentStorage:
         empty = torch.empty(0, device="cpu")
         self.ring = self.shadow = self.channel_step = empty
         self.state = (empty, empty, empty)
-        self.slots = []
+        self.logs, self.slots = [], []
 
 
 def _free(pins: Pins, memory: SegmentMemory) -> None:
@@ -200,13 +234,13 @@ def _free(pins: Pins, memory: SegmentMemory) -> None:
     memory.close()
 
 
-class SlotViews:
-    """What the device writes of one slot: its log of the window, int32 `[words]`, and `ready`, int64 `[1]`."""
+class SlotWord:
+    """A slot's `ready` word, int64 `[1]`, and its address on the device where a stream can write it."""
 
-    def __init__(self, memory: SegmentMemory, bucket: int) -> None:
-        slot = memory.slots[bucket]
-        self.log = torch.from_numpy(slot.device_log)
-        self.ready = torch.from_numpy(slot.ready)
+    def __init__(self, memory: SegmentMemory, turn: int, bucket: int, device: torch.device) -> None:
+        self.ready = torch.from_numpy(memory.slot_record(turn, bucket).ready)
+        words = stream_words(device)
+        self.address = 0 if words is None else words.device_address(self.ready.data_ptr())
 
 
 def view_of_its_own(flat: Tensor, shape: torch.Size) -> Tensor:
@@ -218,8 +252,10 @@ def new_segment(
     config: ZenFlowConfig, index: int, dtype: torch.dtype, newcomers: list[Newcomer], n_groups: int
 ) -> Segment:
     """Lay out deferred parameters of one dtype, in reverse registration order: the order in which backward ends."""
-    ring_dtype = config.ring_dtype
-    if ring_dtype == "auto":
+    on_host, ring_dtype = config.accumulate_on == "host", config.ring_dtype
+    if on_host:
+        ring_dtype = DTYPE_NAMES[dtype]
+    elif ring_dtype == "auto":
         ring_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
     return lay_out(
         index,
@@ -230,6 +266,7 @@ def new_segment(
         max_steps=config.update_interval,
         n_groups=n_groups,
         bucket_bytes=config.bucket_bytes,
+        lanes=2 * config.update_interval if on_host else 1,
     )
 
 
@@ -264,6 +301,6 @@ def record_deferred(
         flat.view(matrix.rows, matrix.cols), master, exp_avg, exp_avg_sq,
         start=torch.zeros(n, dtype=torch.int32, device=param.device),
         slot=torch.full((matrix.channels,), -1, dtype=torch.int32, device=param.device),
-        accumulator=storage.accumulator[first:last].view(matrix.rows, matrix.cols),
+        accumulator=None if storage.accumulator is None else storage.accumulator[first:last].view(matrix.rows, -1),
         storage=storage, matrix=matrix, owned=n == 0, version=param._version,
     )  # fmt: skip

@@ -22,8 +22,8 @@ STEPS_AT_ONCE = 4  # resolved in one begin_step: more than one comes in, so that
 class StepRecord:
     """One optimizer step; times in seconds, traffic in bytes.
 
-    "Device" is the compute stream's own time, on the CPU the wall clock. What happened between two steps (an upload
-    under backward, a flush) is in the totals of `Telemetry` only, but a stall there does lengthen `compute_seconds`.
+    "Device" is the compute stream's own time, on the CPU the wall clock. Traffic and waiting between two steps (uploads
+    under backward) belong to the second; a stall there is in the totals of `Telemetry` only, and in `compute_seconds`.
     """
 
     step: int
@@ -113,6 +113,15 @@ class _Section:
 
 
 @dataclass(eq=False, slots=True)
+class _Counts:
+    """What is counted from the end of one step to the end of the next."""
+
+    host_wait_seconds: float = 0.0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class _Step:
     """A step under way or queued. It gives `before` and `begin` back; `end` is the next step's `before`."""
 
@@ -122,12 +131,10 @@ class _Step:
     host_begin: float
     before: Any  # end of the previous step, if that was finished
     begin: Any
+    counts: _Counts
     end: Any = None  # stays None if the step was broken off
     sections: list[_Section] = field(default_factory=list)
     host_seconds: float = 0.0
-    host_wait_seconds: float = 0.0
-    bytes_to_host: int = 0
-    bytes_to_device: int = 0
     worker_busy_seconds: float = 0.0
     staleness: int | None = None
 
@@ -151,6 +158,7 @@ class Telemetry:
         self._steps: deque[_Step] = deque()
         self._records: deque[StepRecord] = deque(maxlen=keep)
         self._current: _Step | None = None
+        self._counts = _Counts()
         self._last_end: Any = None
         self._worker_busy = 0.0  # the worker's total at the last record
 
@@ -159,8 +167,15 @@ class Telemetry:
         host_begin = self._host_now()
         if self._current is not None:
             self._enqueue(self._current)
+            self._counts = _Counts()
         self._current = _Step(
-            step, ring_occupancy, worker_busy_seconds, host_begin, before=self._last_end, begin=self._clock.mark()
+            step,
+            ring_occupancy,
+            worker_busy_seconds,
+            host_begin,
+            before=self._last_end,
+            begin=self._clock.mark(),
+            counts=self._counts,
         )
         self._last_end = None
         self._resolve(STEPS_AT_ONCE)
@@ -175,7 +190,7 @@ class Telemetry:
         # A total below the last one comes from a worker that has been started anew.
         step.worker_busy_seconds = total - self._worker_busy if total >= self._worker_busy else total
         self._worker_busy = total
-        self._current = None
+        self._current, self._counts = None, _Counts()
         step.host_seconds = self._host_now() - step.host_begin
         self._enqueue(step)
 
@@ -191,14 +206,14 @@ class Telemetry:
         return self._section("selection")
 
     def add(self, *, bytes_to_host: int = 0, bytes_to_device: int = 0, host_wait_seconds: float = 0.0) -> None:
-        """Count traffic and waiting in the totals, and in the record of the step if one is under way."""
+        """Count traffic and waiting in the totals, and in the record of the step that is under way or begins next."""
         self.bytes_to_host += bytes_to_host
         self.bytes_to_device += bytes_to_device
         self.host_wait_seconds += host_wait_seconds
-        if (step := self._current) is not None:
-            step.bytes_to_host += bytes_to_host
-            step.bytes_to_device += bytes_to_device
-            step.host_wait_seconds += host_wait_seconds
+        counts = self._counts
+        counts.bytes_to_host += bytes_to_host
+        counts.bytes_to_device += bytes_to_device
+        counts.host_wait_seconds += host_wait_seconds
 
     def records(self, wait: bool = False) -> list[StepRecord]:
         """The latest `keep` steps that the device has finished, oldest first; `wait` waits for all that have ended."""
@@ -282,9 +297,9 @@ class Telemetry:
             stall_seconds=spent["stall"],
             selection_seconds=spent["selection"],
             host_seconds=step.host_seconds,
-            host_wait_seconds=step.host_wait_seconds,
-            bytes_to_host=step.bytes_to_host,
-            bytes_to_device=step.bytes_to_device,
+            host_wait_seconds=step.counts.host_wait_seconds,
+            bytes_to_host=step.counts.bytes_to_host,
+            bytes_to_device=step.counts.bytes_to_device,
             worker_busy_seconds=step.worker_busy_seconds,
             ring_occupancy=step.ring_occupancy,
             staleness=step.staleness,

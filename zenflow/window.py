@@ -46,14 +46,20 @@ class WindowClock:
         self.overlap_step = overlap_step
         self.state = ClockState()
 
+    @property
+    def next_ends_window(self) -> bool:
+        """Whether the next step will."""
+        state = self.state
+        return state.step + 1 <= self.full_warm_up_rounds or state.position + 1 >= self.update_interval
+
     def begin_step(self) -> StepPlan:
         """Count one call and say what it does."""
         state = self.state
+        ends = self.next_ends_window
         state.step += 1
         warming_up = state.step <= self.full_warm_up_rounds
         if state.step % self.select_interval == 0 or state.step == self.full_warm_up_rounds:
             state.selection_due = True
-        ends = warming_up or state.position + 1 >= self.update_interval
         return StepPlan(
             step=state.step,
             position=state.position,

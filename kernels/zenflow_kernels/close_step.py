@@ -174,7 +174,7 @@ def close_step_reference(
     log[LOG_CLIP].copy_(control.clip.view(torch.int32).view(()))
     log[LOG_INV_SCALE].copy_(control.inv_scale.view(torch.int32).view(()))
     log[LOG_ZERO].zero_()
-    words = torch.tensor([window], dtype=torch.int64).view(torch.int32).to(log.device)
+    words = torch.tensor([window], dtype=torch.int64, device="cpu").view(torch.int32).to(log.device)
     control.window_log[:STAMP_WORDS].copy_(words)
     control.window_log[-STAMP_WORDS:].copy_(words)
     if position == 0:

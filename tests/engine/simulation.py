@@ -27,7 +27,9 @@ DEFAULTS = {
     "overlap_step": True,
     "channel_dim": "column",
     "importance": "square",
+    "deferred_rule": "accumulate",
     "deferred_lr_scale": "linear",
+    "accumulate_on": "gpu",
     "on_reselect": "migrate",
     "min_deferred_numel": 0,
     "ring_dtype": "auto",
@@ -67,6 +69,7 @@ class State:
     owned: bool  # a first selection was made
     accumulator: Tensor | None = None
     counted: list[Group] = field(default_factory=list)  # the group's settings at each counted step of this window
+    kept: list[Tensor] = field(default_factory=list)  # and the clipped gradients of these steps, for `replay`
     pending: Tensor | None = None  # a finished result that is not visible yet
 
     @classmethod
@@ -184,9 +187,11 @@ class Simulation:
         return DTYPES[name]
 
     def _fold(self, state: State, scaled: Tensor, group: Group) -> None:
+        state.kept.append(scaled)
         if state.accumulator is not None:
             scaled = state.accumulator.float() + scaled
-        state.accumulator = scaled.to(self._ring_dtype(state))
+        on_host = self.settings["accumulate_on"] == "host"
+        state.accumulator = scaled if on_host else scaled.to(self._ring_dtype(state))
         state.counted.append(group)
 
     def _end_window(self, stale: bool) -> None:
@@ -197,12 +202,15 @@ class Simulation:
             if state.pending is not None:
                 state.show(deferred, state.pending)
                 state.pending = None
-            if state.counted:
+            if state.counted and self.settings["deferred_rule"] == "replay":
+                for group, scaled in zip(state.counted, state.kept, strict=True):
+                    state.update(deferred, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
+            elif state.counted:
                 assert state.accumulator is not None
                 lr, decay = self._deferred_factors(state.counted)
                 mean = state.accumulator.float() / f32(len(state.counted))
                 state.update(deferred, mean, state.counted[-1], lr, decay)
-            state.accumulator, state.counted = None, []
+            state.accumulator, state.counted, state.kept = None, [], []
             if stale:
                 state.pending = state.master.to(state.visible.dtype)
             else:

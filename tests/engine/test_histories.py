@@ -45,6 +45,7 @@ class History:
 
     def _settings(self) -> dict[str, Any]:
         choose = self.draw.choice
+        on_host = choose([True, False])
         return {
             "topk_ratio": choose([0.05, 0.2, 0.5]),
             "update_interval": choose([1, 2, 3, 5]),
@@ -55,7 +56,11 @@ class History:
             "importance": choose(["square", "magnitude"]),
             "deferred_lr_scale": choose(["linear", "linear", "none", 0.7]),
             "on_reselect": choose(["migrate", "migrate", "reset"]),
-            "ring_dtype": choose(["auto", "float32", "bfloat16"]),
+            "accumulate_on": "host" if on_host else "gpu",
+            "deferred_rule": choose(["accumulate", "replay"]) if on_host else "accumulate",
+            "ring_dtype": "auto" if on_host else choose(["auto", "float32", "bfloat16"]),
+            "upload": choose(["backward", "backward", "step"]),
+            "upload_check": choose([True, False]),
             "max_grad_norm": choose([None, 0.5]),
             "min_deferred_numel": choose([0, 20]),
             "bucket_bytes": choose([64, 256, 1 << 20]),
@@ -92,6 +97,8 @@ class History:
 
     @torch.no_grad()
     def swap_weights(self) -> None:
+        if self.settings["deferred_rule"] == "replay":
+            self.flush()  # asked for by name, see test_uploads
         kept = [parameter.clone() for parameter in self.pair.parameters]
         for parameter in self.pair.parameters:
             parameter.mul_(0.3)

@@ -89,6 +89,34 @@ def test_i3_any_k_synchronous_is_adamw(
     assert pair.engine.stats().selections == 7
 
 
+@pytest.mark.parametrize("channel_dim", DIMS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.7], ids=["no-clip", "clip"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("topk_ratio", "update_interval"), [(0, 4), (0.1, 1), (0.1, 4), (0.5, 5), (1, 4)])
+def test_i4_replay_without_delay_is_adamw_at_every_window_end(
+    topk_ratio: float,
+    update_interval: int,
+    dtype: str,
+    max_grad_norm: float | None,
+    channel_dim: str,
+    device: str,
+    build: Builder,
+) -> None:
+    """On a fixed stream of gradients, with learning rate and decay that change in every step, and selections."""
+    pair = ReferencePair(
+        build, make_parameters(SHAPES, DTYPES[dtype], device), lr=0.03, weight_decay=0.2, betas=(0.9, 0.98),
+        accumulate_on="host", deferred_rule="replay", overlap_step=False, select_interval=7,
+        topk_ratio=topk_ratio, update_interval=update_interval, channel_dim=channel_dim, max_grad_norm=max_grad_norm,
+    )  # fmt: skip
+    for step, grads in enumerate(make_gradients(SHAPES, DTYPES[dtype], 20, exact=max_grad_norm is not None), start=1):
+        for group in pair.engine.param_groups:
+            group.update(lr=0.03 / step, weight_decay=0.2 / step)
+        at_end = step % update_interval == 0
+        pair.step(grads, check=at_end)
+        if at_end:
+            pair.check_state(owners=False)
+
+
 def trajectory(build: Builder, device: str, steps: int, **settings: Any) -> tuple[list[Any], list[Any]]:
     """Weights after every step, and every parameter's channel state after the last."""
     parameters = make_parameters(SHAPES, torch.bfloat16, device)

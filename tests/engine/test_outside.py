@@ -153,7 +153,7 @@ def test_a_parameter_in_another_group_is_refused_by_name(device: str, build: Bui
         engine.step()
 
 
-@pytest.mark.parametrize("line", ["_reduce", "send_window", "_end_window"])
+@pytest.mark.parametrize("line", ["_reduce", "_send_window", "_end_window"])
 def test_a_step_broken_off_in_the_middle_is_named_ever_after(
     line: str, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def scenario(dtype: str = "bf16", eventful: bool = False, **settings: Any) -> Sc
     return Scenario({"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, **settings}, dtype, eventful)
 
 
+REPLAY = {"accumulate_on": "host", "deferred_rule": "replay"}
 SCENARIOS = {
     "defaults": Scenario({}),
     "overlap": scenario(select_interval=8),
@@ -62,6 +63,21 @@ SCENARIOS = {
     "eventful-warm-up": scenario(eventful=True, full_warm_up_rounds=5, update_interval=3, select_interval=9),
     "eventful-none": scenario(eventful=True, deferred_lr_scale="none", update_interval=2, select_interval=9),
     "eventful-rows-small-buckets": scenario(eventful=True, channel_dim="row", bucket_bytes=128, select_interval=6),
+    "host": scenario(accumulate_on="host", select_interval=8, max_grad_norm=0.5),
+    "host-U=1-fp32": scenario("fp32", accumulate_on="host", update_interval=1, select_interval=7),
+    "host-small-buckets-no-overlap": scenario(accumulate_on="host", bucket_bytes=64, overlap_step=False),
+    "host-warm-up": scenario("fp16", accumulate_on="host", full_warm_up_rounds=5, select_interval=8),
+    "host-eventful": scenario(eventful=True, accumulate_on="host", select_interval=8, max_grad_norm=1.0),
+    "host-eventful-fp16": scenario("fp16", True, accumulate_on="host", update_interval=3, select_interval=5),
+    "host-rows-none": scenario(accumulate_on="host", channel_dim="row", deferred_lr_scale="none", select_interval=8),
+    "replay": scenario(**REPLAY, select_interval=8, max_grad_norm=0.5),
+    "replay-k=0": scenario(**REPLAY, topk_ratio=0, update_interval=3),
+    "replay-U=7-fp32": scenario("fp32", **REPLAY, update_interval=7, select_interval=2),
+    "replay-no-overlap-rows": scenario(**REPLAY, overlap_step=False, channel_dim="row", bucket_bytes=128),
+    "replay-eventful": scenario(eventful=True, **REPLAY, select_interval=8, max_grad_norm=1.0),
+    "replay-eventful-fp16": scenario("fp16", True, **REPLAY, update_interval=3, select_interval=5, max_grad_norm=1.0),
+    "upload-in-step": scenario(upload="step", select_interval=8),
+    "unchecked-uploads": scenario(upload_check=False, backward_passes_per_step=1, bucket_bytes=64),
 }
 EVERYONE = {*range(len(SHAPES))}
 ABSENT = {2: {1, 2}, 3: {0, 1}, 5: {1}, 7: EVERYONE, **dict.fromkeys((17, 18, 19, 20), {0, 4}), 23: {3, 5}, 24: {3}}

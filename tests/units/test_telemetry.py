@@ -125,7 +125,7 @@ def test_records_cannot_be_changed() -> None:
         telemetry.records()[0].step = 2  # type: ignore[misc]
 
 
-def test_outside_of_steps_only_the_totals_grow() -> None:
+def test_between_steps_stalls_go_to_the_totals_and_traffic_to_the_next_step() -> None:
     telemetry, now = on_fake_time()
     telemetry.add(bytes_to_host=1, host_wait_seconds=0.5)
     with telemetry.stall():
@@ -137,8 +137,9 @@ def test_outside_of_steps_only_the_totals_grow() -> None:
     plain_step(telemetry, now, 2)
     first, second = telemetry.records()
     for record in (first, second):
-        assert (record.stall_seconds, record.selection_seconds, record.host_wait_seconds) == (0, 0, 0)
-        assert (record.bytes_to_host, record.bytes_to_device, record.optimizer_seconds) == (0, 0, 2)
+        assert (record.stall_seconds, record.selection_seconds, record.optimizer_seconds) == (0, 0, 2)
+    assert (first.bytes_to_host, first.bytes_to_device, first.host_wait_seconds) == (1, 0, 0.5)
+    assert (second.bytes_to_host, second.bytes_to_device, second.host_wait_seconds) == (0, 3, 0)
     assert (second.compute_seconds, second.seconds) == (2 + 4, 2 + 4 + 2)
     assert (telemetry.stall_seconds(), telemetry.selection_seconds()) == (3, 2)
     assert (telemetry.bytes_to_host, telemetry.bytes_to_device, telemetry.host_wait_seconds) == (1, 3, 0.5)

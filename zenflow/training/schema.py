@@ -31,7 +31,9 @@ TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
 SelectStrategy = Enum("SelectStrategy", ["auto", "step", "epoch"])
 ChannelDim = Enum("ChannelDim", ["column", "row"])
 Importance = Enum("Importance", ["square", "magnitude"])
-DeferredRule = Enum("DeferredRule", ["accumulate"])
+DeferredRule = Enum("DeferredRule", ["accumulate", "replay"])
+AccumulateOn = Enum("AccumulateOn", ["gpu", "host"])
+Upload = Enum("Upload", ["backward", "step"])
 OnReselect = Enum("OnReselect", ["migrate", "reset"])
 RingDtype = Enum("RingDtype", ["auto", "float32", "bfloat16"])
 
@@ -63,7 +65,11 @@ class ZenFlowEngine(EngineConfig):
     deferred_lr_scale: int | float | str = "linear"
     on_reselect: OnReselect = OnReselect.migrate
     min_deferred_numel: int = 4096
+    accumulate_on: AccumulateOn = AccumulateOn.gpu
     ring_dtype: RingDtype = RingDtype.auto
+    upload: Upload = Upload.backward
+    upload_check: bool = True
+    backward_passes_per_step: int | None = None
     bucket_bytes: int = 64 * 2**20
     worker_threads: int | str = "auto"
     core_binding: bool | str = "auto"

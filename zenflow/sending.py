@@ -1,0 +1,147 @@
+"""Phase 3: what goes to the worker, on a copy stream of its own, under the next step's compute.
+
+At a window's end each bucket's accumulator travels to the ring, behind the fold that completes it and behind the upload
+that empties the shadow which the worker will write next; the slot's `ready` word follows on the same stream. With
+`accumulate_on: host` every step's raw gradients travel instead, and the window's end sends the words alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenflow.client import WorkerClient
+from zenflow.driver import stream_words
+from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.telemetry import Telemetry
+from zenflow.trace import Tracer, span
+from zenflow.uploads import Sent
+
+
+class Sender:
+    """The copy stream and the order of slots. `sent`: slots sent since the worker started."""
+
+    def __init__(self, device: torch.device, telemetry: Telemetry) -> None:
+        self.sent = 0
+        self.client: WorkerClient | None = None
+        self.tracer: Tracer | None = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._telemetry = telemetry
+        self._words = stream_words(device)
+        self._window_ends: deque[int] = deque(maxlen=2)  # last slots of the latest windows
+        self._copied = torch.cuda.Event() if self.stream is not None else None
+
+    def wait_for_copies(self) -> None:
+        """There is one accumulator and one log of the window: the next step's decision waits until they are sent."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def send_gradients(self, records: Iterable[ParamRecord], grads: Sequence[Tensor | None], position: int) -> None:
+        """Queue the raw gradients of one step, which is the window's step `position`, for their lanes in the ring."""
+        self._follow_compute()
+        sent = 0
+        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", "gradients", self.stream):
+            for record in records:
+                grad = grads[record.index]
+                if record.storage is None or grad is None:
+                    continue
+                record.lane(record.storage.memory.turn(0), position).copy_(
+                    grad.view(record.weight.shape), non_blocking=True
+                )
+                if self.stream is not None:
+                    # Its memory is not given to others before the copy is done, whenever it is let go of.
+                    grad.record_stream(self.stream)
+                sent += grad.nbytes
+        self._telemetry.add(bytes_to_host=sent)
+
+    def send_window(
+        self,
+        storages: Sequence[SegmentStorage],
+        window: int,
+        window_log: Tensor,
+        hyper: np.ndarray,
+        present: np.ndarray,
+    ) -> list[Sent]:
+        """Queue all buckets of a window: scalars `[steps, groups, 5]`, presence bool `[steps, records]`."""
+        if not storages:
+            return []
+        self._free_records()
+        self._follow_compute()
+        ready = self._ready_words(sum(len(storage.segment.buckets) for storage in storages))
+        sent: list[Sent] = []
+        with torch.cuda.stream(self.stream):
+            for storage in storages:
+                members = present[:, storage.indices]
+                for bucket in storage.segment.buckets:
+                    seq = self.sent + len(sent) + 1
+                    turn = storage.memory.write_slot(bucket.index, seq, window, len(hyper), hyper, members)
+                    sent.append(Sent(storage, bucket, seq, turn))
+                    if bucket.index == 0:
+                        self._copy(storage.logs[turn], window_log)
+                    if storage.accumulator is not None:
+                        self._send_sum(sent[-1])
+                    self._raise_ready(sent[-1], ready[len(sent) - 1 :])
+            if self._copied is not None:
+                self._copied.record()
+        self.sent += len(sent)
+        self._window_ends.append(self.sent)
+        return sent
+
+    def finish_copies(self) -> None:
+        """Until all that was queued is on the host."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _free_records(self) -> None:
+        """Wait until the worker has read the records that this window takes: those of the window before the last."""
+        if len(self._window_ends) == 2:
+            self.wait_done(self._window_ends[0])
+
+    def wait_done(self, seq: int) -> None:
+        """Until the worker has processed slot `seq`."""
+        self._telemetry.add(host_wait_seconds=self.client.wait_done(seq, self._ask_device))
+
+    def _ask_device(self) -> None:
+        """A device that has failed will never send the slot that the worker is waiting for."""
+        if self.stream is not None:
+            self.stream.query()
+
+    def _send_sum(self, item: Sent) -> None:
+        storage, bucket = item.storage, item.bucket
+        if self.stream is not None:
+            self.stream.wait_event(storage.uploaded[bucket.index])
+        with span(self.tracer, "copy to ring", f"bucket {bucket.index}", self.stream):
+            part = slice(bucket.start, bucket.stop)
+            self._copy(storage.lane(item.turn, 0)[part], storage.accumulator[part])
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        self._telemetry.add(bytes_to_host=target.nbytes)
+
+    def _raise_ready(self, item: Sent, word: Tensor) -> None:
+        """Behind the payload: by the stream itself, by a copy where the driver cannot, by this thread on the CPU."""
+        slot = item.storage.slots[item.turn][item.bucket.index]
+        if self._words is not None:
+            self._words.write(self.stream, slot.address, item.seq)
+        elif self.stream is not None:
+            slot.ready.copy_(word[:1], non_blocking=True)
+        else:
+            item.storage.memory.publish(item.bucket.index, item.turn, item.seq)
+
+    def _ready_words(self, count: int) -> Tensor:
+        """The coming sequence numbers on the device, int64 `[count]`; empty unless they have to be copied."""
+        if self._words is not None or self.stream is None:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        numbers = torch.arange(self.sent + 1, self.sent + 1 + count, dtype=torch.int64, device="cpu")
+        words = numbers.pin_memory().to(self._device, non_blocking=True)
+        words.record_stream(self.stream)
+        return words
+
+    def _follow_compute(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -1,0 +1,298 @@
+"""Phase 5: the worker's results go from the shadow straight into the weights, under the last backward pass.
+
+A hook on each deferred parameter sees its gradient arrive. Once all gradients of a bucket exist, backward needs its
+weights no more, and the upload stream takes the bucket over as soon as the worker has finished it. From then until
+`step()` the weights are in transit; `step()` queues what backward could not take and writes the selected channels over.
+
+That is right only if no weight is used after its gradient exists. So a bucket is taken in backward only when the number
+of its gradients a step is known, and a gradient that comes once more is an error. What no hook can see (a detached use,
+a second pass through a retained graph) is tried once: instead of the first uploads the weights become NaN, and if that
+reaches a gradient, uploads stay in `step()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zenflow.client import WorkerClient
+from zenflow.config import ZenFlowConfig
+from zenflow.driver import stream_words
+from zenflow.geometry import Bucket
+from zenflow.storage import ParamRecord, Pins, SegmentStorage
+from zenflow.telemetry import Telemetry
+from zenflow.trace import Tracer, span
+
+logger = logging.getLogger("zenflow")
+
+TRIES = 3  # of the check: a gradient may be non-finite for reasons of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A bucket whose window has been sent to the worker and is not visible yet."""
+
+    storage: SegmentStorage
+    bucket: Bucket
+    seq: int
+    turn: int  # which of the bucket's two slot records holds the window
+
+
+class Uploads:
+    """The results that are on their way, and the hooks that let them land.
+
+    `pending`: what has been sent and is not visible. `records` is the pipeline's own list and grows with it.
+    """
+
+    def __init__(
+        self, config: ZenFlowConfig, device: torch.device, records: list[ParamRecord], telemetry: Telemetry
+    ) -> None:
+        self.pending: list[Sent] = []
+        self.tracer: Tracer | None = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._client: WorkerClient | None = None
+        self._words = stream_words(device)
+        self._done = 0  # the worker's `done` word, as the device sees it
+        self._pins = Pins(device)
+        self._device = device
+        self._records = records
+        self._telemetry = telemetry
+        self._in_backward = config.upload == "backward"
+        self._passes = config.backward_passes_per_step
+        self._tries = TRIES if config.upload_check else 0
+        self._arrivals = Arrivals(config.update_interval)
+        self._queued: set[Sent] = set()
+        self._poisoned = False
+        self._held: set[int] = set()  # records whose weights are in transit
+        self._armed = False
+        self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
+        self._handles: list[Any] = []
+
+    def follow(self, client: WorkerClient) -> None:
+        """Take results of this worker; its header is page-locked so that streams can wait for `done`."""
+        self._client = client
+        if self._words is not None:
+            self._pins.add(torch.from_numpy(client.header.arena.array(np.uint8, 0, client.header.arena.nbytes)))
+            self._done = self._words.device_address(client.done_address)
+
+    def close(self) -> None:
+        """Unlock the worker's header, before it is freed; the worker has ended or will not be waited for."""
+        self._remove_hooks()
+        self._pins.release()
+
+    # Between two steps
+
+    def prepare(self, next_uploads: bool) -> None:
+        """Set the hooks that the coming backward passes need; `next_uploads`: the next step ends a window."""
+        self._remove_hooks()
+        self._arrivals.begin_step()
+        if not self._in_backward:
+            return
+        self._armed = next_uploads and bool(self.pending)
+        watched = self._records if self._armed else [r for r in self._records if self._passes_of(r) is None]
+        watched = [record for record in watched if record.storage is not None and record.param.requires_grad]
+        if not watched:
+            return
+        self._plan_jobs()
+        me = weakref.ref(self)
+        for record in watched:
+            hook = partial(_on_gradient, me, record.index)
+            self._handles.append(record.param.register_post_accumulate_grad_hook(hook))
+
+    def _passes_of(self, record: ParamRecord) -> int | None:
+        """Gradients of a parameter a step; 0 if they vary, None if that is not known yet."""
+        return self._arrivals.usual(record.index) if self._passes is None else self._passes
+
+    def _plan_jobs(self) -> None:
+        self._jobs = {}
+        if not self._armed:
+            return
+        for sent in self.pending:
+            members = sent.storage.members[sent.bucket.index]
+            if all(self._passes_of(self._records[index]) for index in members):
+                job = _Job(sent, len(members))
+                for index in members:
+                    self._jobs.setdefault(index, []).append(job)
+
+    def gradient_arrived(self, index: int) -> None:
+        """One more gradient of a parameter has been accumulated in this step's backward passes."""
+        count = self._arrivals.count(index)
+        jobs = self._jobs.get(index)
+        if not jobs:
+            return
+        passes = self._passes_of(self._records[index])
+        if count > passes:
+            self._refuse_late_gradient(index, count, passes, jobs)
+        elif count == passes:
+            stream = None if self.stream is None else torch.cuda.current_stream(self._device)
+            for job in jobs:
+                job.left -= 1
+                # Gradients from several streams: this one's event would not cover them all.
+                job.late |= job.stream is not None and job.stream != stream
+                job.stream = stream
+                if job.left == 0 and not job.late:
+                    self._take_over(job.sent, stream)
+
+    def _refuse_late_gradient(self, index: int, count: int, passes: int, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            job.late = True
+        if any(job.sent in self._queued for job in jobs):
+            raise RuntimeError(
+                f"gradient {count} of {self._records[index].name} in this step came after its weights were replaced, "
+                f"at {passes}: backward_passes_per_step must be the number of backward passes before each step(), "
+                "and a loop that varies it, or drops gradients without a step, needs upload='step'"
+            )
+
+    def _take_over(self, sent: Sent, stream: torch.cuda.Stream | None) -> None:
+        members = sent.storage.members[sent.bucket.index]
+        if any(self._records[index].is_foreign for index in members):
+            return  # step() finds out first what has become of these weights
+        if self._tries:
+            self._poisoned = True
+            self._held.update(members)
+            sent.storage.weights[sent.bucket.start : sent.bucket.stop].fill_(float("nan"))
+        elif self._may_wait(sent):
+            if stream is not None:
+                self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], stream))
+            self._held.update(members)
+            self._upload(sent)
+
+    def _may_wait(self, sent: Sent) -> bool:
+        """Whether an upload can be queued now without holding this thread until the worker is done."""
+        return self._words is not None or self._client.finished(sent.seq)
+
+    def _upload(self, sent: Sent) -> None:
+        """Queue one bucket; `done` is awaited by the stream where that is possible, else by this thread."""
+        storage, bucket = sent.storage, sent.bucket
+        if self._words is not None:
+            self._words.wait(self.stream, self._done, sent.seq)
+        elif not self._client.finished(sent.seq):
+            self._telemetry.add(host_wait_seconds=self._client.wait_done(sent.seq, check=self._ask_device))
+        shadow = storage.shadow[bucket.start : bucket.stop]
+        with torch.cuda.stream(self.stream), span(self.tracer, "upload", f"bucket {bucket.index}", self.stream):
+            storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
+        if self.stream is not None:
+            _record(storage.uploaded[bucket.index], self.stream)
+        self._telemetry.add(bytes_to_device=shadow.nbytes)
+        self._queued.add(sent)
+
+    def _ask_device(self) -> None:
+        """A device that has failed will never send the slot that the worker is waiting for."""
+        if self.stream is not None:
+            self.stream.query()
+
+    # In `step()`
+
+    @property
+    def in_transit(self) -> bool:
+        """Whether some weights already are the next ones, or NaN, between a backward pass and its `step()`."""
+        return bool(self._held)
+
+    def holds(self, record: ParamRecord) -> bool:
+        """Whether the weights of one parameter are in transit, all or some."""
+        return record.index in self._held
+
+    def end_backward(self, is_finite: Callable[[], bool]) -> None:
+        """The gradients of this step are complete: learn from them; `is_finite` asks the device about them."""
+        self._remove_hooks()
+        self._arrivals.end_step()
+        if self._poisoned and is_finite():
+            self._tries = 0
+        elif self._poisoned:
+            self._tries -= 1
+            if not self._tries:
+                self._in_backward = False
+                logger.warning(
+                    "weights are used again after their gradient exists (a detached use, a retained graph, or "
+                    "reentrant checkpointing), or gradients overflow all the time: uploads stay in step(), as with "
+                    "upload='step'; upload_check found it, at the price of %d skipped steps",
+                    TRIES,
+                )
+
+    def queue_rest(self) -> None:
+        """Queue every upload that backward has not."""
+        self._remove_hooks()
+        if self.stream is not None and len(self._queued) < len(self.pending):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        for sent in self.pending:
+            if sent not in self._queued:
+                self._upload(sent)
+
+    def land(self) -> None:
+        """What the compute stream does from now on sees every queued upload."""
+        if self.pending and self.stream is not None:
+            compute = torch.cuda.current_stream(self._device)
+            with self._telemetry.stall(), span(self.tracer, "GPU compute", "stall", compute):
+                compute.wait_stream(self.stream)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is pending any more."""
+        self._remove_hooks()
+        self.pending, self._queued, self._held, self._poisoned = [], set(), set(), False
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._jobs, self._armed = [], {}, False
+
+
+@dataclass(eq=False)
+class _Job:
+    """One bucket in a backward pass that may upload: how many of its parameters still lack a gradient."""
+
+    sent: Sent
+    left: int
+    late: bool = False  # step() has to take it
+    stream: torch.cuda.Stream | None = None
+
+
+class Arrivals:
+    """How many gradients each parameter gets a step: known once it was the same in `steps` steps that had any."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._now: dict[int, int] = {}
+        self._seen: dict[int, list[int]] = {}
+        self._usual: dict[int, int] = {}
+
+    def begin_step(self) -> None:
+        self._now = {}
+
+    def count(self, index: int) -> int:
+        """One more for this parameter; how many it has in this step."""
+        self._now[index] = self._now.get(index, 0) + 1
+        return self._now[index]
+
+    def end_step(self) -> None:
+        for index, count in self._now.items():
+            if index not in self._usual:
+                seen = self._seen.setdefault(index, [])
+                seen.append(count)
+                if len(seen) == self._steps:
+                    del self._seen[index]
+                    self._usual[index] = count if all(other == count for other in seen) else 0
+        self._now = {}
+
+    def usual(self, index: int) -> int | None:
+        """The number, 0 if it varied, None before it is known."""
+        return self._usual.get(index)
+
+
+def _on_gradient(uploads: weakref.ref[Uploads], index: int, _: Tensor) -> None:
+    # A hook lives as long as its parameter: it must not keep the optimizer.
+    if (me := uploads()) is not None:
+        me.gradient_arrived(index)
+
+
+def _record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event.record(stream)
+    return event
