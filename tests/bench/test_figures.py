@@ -118,31 +118,30 @@ def test_red_tests_leave_times_alone():
     assert "x floor" not in tables.report(shown, [])
 
 
-SELECTING = replace(JOB, label="zenflow U=4 (selecting)", steps=48, window=12)
+SELECTING = replace(JOB, label="zenflow U=4, selecting", warm_up=24, steps=72)
 
 
-def selecting(**changes: Any) -> dict[str, Any]:
-    totals = {"selections": 4, "selection_seconds": 0.6}
-    period = [100.0] * 11 + [500.0]
-    return result(135.0, step_ms=period * 4, totals=totals, first_totals={"selection_seconds": 0.25}, **changes)
+def selecting(selections: int = 3) -> dict[str, Any]:
+    """Three periods: a light window after each selection, four ordinary ones, one that ends with a selection."""
+    period = [90.0] * 4 + [100.0] * 19 + [500.0]
+    totals = {"selections": selections, "selection_seconds": 0.45}
+    return result(115.0, step_ms=period * 3, totals=totals, first_totals={"selection_seconds": 0.25})
 
 
 def test_what_a_selection_costs():
-    row = selection_row(row_of(JOB, result(110.0)), SELECTING, selecting())
-    assert row["extra_ms"] == pytest.approx(12 * 25)
-    assert row["selecting_step_ms"] == pytest.approx(390)
+    row = selection_row(SELECTING, selecting())
+    assert row["ordinary_ms"] == 100.0
+    assert row["extra_ms"] == pytest.approx(400 - 40)
+    assert row["selecting_step_ms"] == pytest.approx(400)
     assert row["exchange_ms"] == pytest.approx(150)
     assert row["first_exchange_ms"] == pytest.approx(250)
-    assert row["a_step_at_100_ms"] == pytest.approx(3.0)
-    assert row["a_step_at_1000_ms"] == pytest.approx(0.3)
+    assert row["a_step_at_100_ms"] == pytest.approx(3.6)
+    assert row["a_step_at_1000_ms"] == pytest.approx(0.36)
 
 
 def test_a_selection_that_did_not_run_is_no_figure():
-    ordinary = row_of(JOB, result(110.0))
-    none = selecting() | {"totals": {"selections": 3, "selection_seconds": 0.6}}
-    assert selection_row(ordinary, SELECTING, none)["error"] == "3 selections ran in 4 periods"
-    assert selection_row(ordinary, SELECTING, {"error": "it broke"})["error"] == "it broke"
-    assert "error" in selection_row(row_of(JOB, {"error": "it broke"}), SELECTING, selecting())
+    assert selection_row(SELECTING, selecting(2))["error"] == "2 selections ran in 3 periods"
+    assert selection_row(SELECTING, {"error": "it broke"})["error"] == "it broke"
 
 
 def test_the_table_is_aligned_and_says_why_a_row_is_empty():

@@ -13,6 +13,7 @@ from typing import Any
 from zenflow.bench.registry import CONTESTANTS, Job
 
 WEIGHT_BYTES = 2
+SELECTION_WINDOWS = 6  # from one selection to the next where selections are what is measured
 ON_DEVICE = ("floor", "adamw")
 MEMORY = {
     "gpu_bytes_over_floor": "peak_bytes",
@@ -92,30 +93,30 @@ def without_ratios(rows: Sequence[Row]) -> list[Row]:
     return [{name: value for name, value in row.items() if name not in ratios} for row in rows]
 
 
-def selection_row(row: Row, job: Job, result: dict[str, Any]) -> Row:
-    """What selections cost `row`'s contestant, from a run in which each `job.window` steps end with one.
+def selection_row(job: Job, result: dict[str, Any]) -> Row:
+    """What selections cost, from a run in which every `SELECTION_WINDOWS`-th window ends with one.
 
-    `extra_ms` is the whole period's time over that of as many ordinary steps: it holds the drained pipeline, too.
-    `selecting_step_ms` is the period's slowest step less the ordinary mean.
+    Ordinary steps are those of the windows that neither select nor follow within two windows, of the same run.
+    `extra_ms` is a period's time over that of as many ordinary steps: it holds the drained pipeline, too.
+    `selecting_step_ms` is the period's slowest step less an ordinary one.
     """
-    names = ("trainer", "label", "shape", "batch", "length")
-    kept = {"table": "selection", **{name: row[name] for name in names}, "steps": job.steps, "window": job.window}
-    if "error" in result:
-        return kept | {"error": result["error"]}
+    row = row_of(job, result)
+    kept = {"table": "selection", **{name: row[name] for name in ("trainer", "label", "shape", "steps", "window")}}
     if "error" in row:
-        return kept | {"error": "the contestant's own run failed"}
-    periods = job.steps // job.window
-    if (ran := result["totals"]["selections"]) != periods:
-        return kept | {"error": f"{ran} selections ran in {periods} periods"}
-    times = [result["step_ms"][start : start + job.window] for start in range(0, job.steps, job.window)]
-    extra = result["mean_ms"] * job.window - row["mean_ms"] * job.window
+        return kept | {"error": row["error"]}
+    length = SELECTION_WINDOWS * job.window
+    times = [result["step_ms"][start : start + length] for start in range(0, job.steps, length)]
+    if (ran := result["totals"]["selections"]) != len(times):
+        return kept | {"error": f"{ran} selections ran in {len(times)} periods"}
+    ordinary = statistics.fmean(step for period in times for step in period[2 * job.window : -job.window])
+    extra = statistics.fmean(map(sum, times)) - length * ordinary
     return kept | {
-        "ordinary_ms": row["mean_ms"],
+        "ordinary_ms": ordinary,
         "first_step_ms": result["first_step_ms"],
         "first_exchange_ms": 1e3 * result["first_totals"]["selection_seconds"],
         "extra_ms": extra,
-        "selecting_step_ms": statistics.median(max(period) for period in times) - row["mean_ms"],
-        "exchange_ms": 1e3 * result["totals"]["selection_seconds"] / periods,
+        "selecting_step_ms": statistics.median(map(max, times)) - ordinary,
+        "exchange_ms": 1e3 * result["totals"]["selection_seconds"] / len(times),
         "a_step_at_100_ms": extra / 100,
         "a_step_at_1000_ms": extra / 1000,
     }

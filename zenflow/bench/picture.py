@@ -32,6 +32,7 @@ def save_picture(rows: Sequence[Row], floor_ms: float, title: str, path: Path) -
     for place, row in enumerate(rows):
         axis.annotate(f" {row['mean_ms']:,.0f}", (row["mean_ms"], place), va="center", fontsize=9)
     axis.axvline(floor_ms, color=FLOOR, linewidth=0.8, linestyle="--")
+    axis.margins(x=0.1)
     axis.invert_yaxis()
     axis.set_xlabel("ms a step, mean over whole windows")
     axis.set_title(title, loc="left", fontsize=11)

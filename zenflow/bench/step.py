@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zenflow.bench import picture, tables
 from zenflow.bench.children import run_job
-from zenflow.bench.figures import Row, compare, row_of, selection_row, without_ratios
+from zenflow.bench.figures import SELECTION_WINDOWS, Row, compare, row_of, selection_row, without_ratios
 from zenflow.bench.hog import hog
 from zenflow.bench.machine import facts
 from zenflow.bench.proof import Proof, prove
@@ -23,8 +23,7 @@ from zenflow.bench.variants import Variant
 from zenflow.cores import physical_cores, plan_cores
 
 WARM_UP_WINDOWS = 2
-SELECTION_WINDOWS = 3  # from one selection to the next where selections are what is measured
-SELECTION_PERIODS = 4
+SELECTION_PERIODS = 3
 
 
 def run(args: Namespace) -> int:
@@ -164,22 +163,15 @@ def run_contestants(session: Session) -> None:
 
 
 def run_selections(session: Session) -> None:
-    """Each variant that selects, once more with a selection at the end of every third window."""
-    for job, row in session.contestants:
-        k = job.settings.get("topk_ratio", 0.1)
-        if job.trainer != "zenflow" or k in (0, 1):
+    """Each variant that selects, once more with a selection at the end of every `SELECTION_WINDOWS`-th window."""
+    for variant in session.args.zenflow if "zenflow" in session.args.trainers else []:
+        if variant.settings.get("topk_ratio") in (0, 1):
             continue
-        period = SELECTION_WINDOWS * job.window
-        often = {**job.settings, "select_strategy": "step", "select_interval": period}
-        again = replace(
-            job,
-            label=f"{job.label} (selecting)",
-            settings=often,
-            warm_up=period,
-            steps=SELECTION_PERIODS * period,
-            window=period,
-        )
-        session.add(selection_row(row, again, session.run(again)))
+        period = SELECTION_WINDOWS * variant.window
+        often = {**variant.settings, "select_strategy": "step", "select_interval": period}
+        job = variant_job(session.args, Variant(variant.text, often))
+        job = replace(job, label=f"{job.label}, selecting", warm_up=period, steps=SELECTION_PERIODS * period)
+        session.add(selection_row(job, session.run(job)))
 
 
 def run_contention(session: Session) -> None:
