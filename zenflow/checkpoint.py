@@ -258,7 +258,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     if any("weight" in entry for entry in state.values()):
         # The worker has nothing to do with them: their slot is the last that it has finished.
         pipeline.uploads.pending = [
-            Sent(storage, bucket, pipeline.sender.sent, turn=0)
+            Sent(storage, bucket, pipeline.sender.sent, turn=0, window=0)
             for storage in pipeline.storages
             for bucket in storage.segment.buckets
         ]

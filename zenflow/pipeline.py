@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from zenflow.cores import CorePlan
 from zenflow.outside import adopt_outside_changes
 from zenflow.ring import Slot
 from zenflow.selection import choose_channels, migrate
-from zenflow.sending import Sender
+from zenflow.sending import Sender, trace_worker
 from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
@@ -70,6 +71,7 @@ class Pipeline:
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
         self.telemetry = Telemetry(device)
         self.tracer: Tracer | None = None
+        self._gap = ExitStack()  # the span between two steps, while tracing
         self.sender = Sender(device, self.telemetry)
         self.uploads = Uploads(config, device, self.records, self.telemetry)
         self.loaded_hyper: dict[int, np.ndarray] = {}  # `pending_hyper` of results that came with a loaded state
@@ -93,6 +95,7 @@ class Pipeline:
         # From here on the step counts; what the caller could have got wrong has been refused.
         self.stepping = True
         plan = self.clock.begin_step()
+        self._gap.close()
         self._begin_record(plan.step)
         with span(self.tracer, "GPU compute", "optimizer step", self._compute(), window=self.clock.state.window):
             self.highest_t += 1
@@ -112,6 +115,7 @@ class Pipeline:
         self.clock.finish_step(plan)
         self.grads = []
         self.telemetry.end_step(staleness)
+        self._trace_gap()
         self.prepare_backward()
         self.stepping = False
 
@@ -315,15 +319,24 @@ class Pipeline:
             raise RuntimeError("a trace is being recorded already")
         tracer = Tracer(self.device)
         self.tracer = self.sender.tracer = self.uploads.tracer = tracer
+        self._trace_gap()
         return tracer
+
+    def _trace_gap(self) -> None:
+        """What runs on the compute stream between two steps: forward and backward."""
+        window = self.clock.state.window
+        self._gap.enter_context(span(self.tracer, "GPU compute", "forward + backward", self._compute(), window=window))
 
     def stop_trace(self) -> None:
         """Record no more; the worker's slots that the trace began with or after are added to it."""
         tracer, self.tracer = self.tracer, None
         self.sender.tracer = self.uploads.tracer = None
         assert tracer is not None
+        self._gap.close()
         self.wait_for_worker()
-        self._trace_worker(tracer)
+        for storage in self.storages:
+            for turn in (0, 1):
+                trace_worker(tracer, storage, turn)
 
     def close(self) -> None:
         """Stop the worker and give back every byte of host memory; the parameters stay as they are."""

@@ -45,7 +45,7 @@ class Sender:
         """Queue the raw gradients of one step, which is the window's step `position`, for their lanes in the ring."""
         self._follow_compute()
         sent = 0
-        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", "gradients", self.stream):
+        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {position}", self.stream):
             for record in records:
                 grad = grads[record.index]
                 if record.storage is None or grad is None:
@@ -76,11 +76,12 @@ class Sender:
         sent: list[Sent] = []
         with torch.cuda.stream(self.stream):
             for storage in storages:
+                trace_worker(self.tracer, storage, storage.memory.turn(0))
                 members = present[:, storage.indices]
                 for bucket in storage.segment.buckets:
                     seq = self.sent + len(sent) + 1
                     turn = storage.memory.write_slot(bucket.index, seq, window, len(hyper), hyper, members)
-                    sent.append(Sent(storage, bucket, seq, turn))
+                    sent.append(Sent(storage, bucket, seq, turn, window))
                     if bucket.index == 0:
                         self._copy(storage.logs[turn], window_log)
                     if storage.accumulator is not None:
@@ -115,7 +116,7 @@ class Sender:
         storage, bucket = item.storage, item.bucket
         if self.stream is not None:
             self.stream.wait_event(storage.uploaded[bucket.index])
-        with span(self.tracer, "copy to ring", f"bucket {bucket.index}", self.stream):
+        with span(self.tracer, "copy to ring", f"bucket {bucket.index}", self.stream, window=item.window):
             part = slice(bucket.start, bucket.stop)
             self._copy(storage.lane(item.turn, 0)[part], storage.accumulator[part])
 
@@ -145,3 +146,14 @@ class Sender:
     def _follow_compute(self) -> None:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+def trace_worker(tracer: Tracer | None, storage: SegmentStorage, turn: int) -> None:
+    """Add to a trace when the worker had the slots of `turn` in hand, which it has finished and will take anew."""
+    if tracer is None:
+        return
+    slots = storage.memory.slots[turn]
+    window = int(storage.memory.windows["window"][turn])
+    for bucket, (started, finished) in enumerate(zip(slots["started_ns"], slots["finished_ns"], strict=True)):
+        if started >= tracer.began_ns:
+            tracer.host_span("CPU optimizer", f"bucket {bucket}", int(started), int(finished), window=window)

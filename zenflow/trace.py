@@ -78,10 +78,11 @@ class _DeviceTime:
 
 
 class Tracer:
-    """Collects intervals until `write`. Starting and writing wait for the device, tracing itself never does."""
+    """Collects intervals from `began_ns` until `write`. Both wait for the device, tracing itself never does."""
 
     def __init__(self, device: torch.device) -> None:
         assert "CLOCK_MONOTONIC" in time.get_clock_info("perf_counter").implementation
+        self.began_ns = time.perf_counter_ns()
         self._device = device
         self._device_time = _DeviceTime(device) if device.type == "cuda" else None
         self._host: list[dict[str, Any]] = []  # finished events, `track` in place of `tid`

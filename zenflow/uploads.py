@@ -44,6 +44,7 @@ class Sent:
     bucket: Bucket
     seq: int
     turn: int  # which of the bucket's two slot records holds the window
+    window: int
 
 
 class Uploads:
@@ -177,7 +178,8 @@ class Uploads:
         elif not self._client.finished(sent.seq):
             self._telemetry.add(host_wait_seconds=self._client.wait_done(sent.seq, check=self._ask_device))
         shadow = storage.shadow[bucket.start : bucket.stop]
-        with torch.cuda.stream(self.stream), span(self.tracer, "upload", f"bucket {bucket.index}", self.stream):
+        where = span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window)
+        with torch.cuda.stream(self.stream), where:
             storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
         if self.stream is not None:
             _record(storage.uploaded[bucket.index], self.stream)
