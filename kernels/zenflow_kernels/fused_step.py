@@ -28,8 +28,9 @@ N_HYPER = tl.constexpr(HYPER_WIDTH)
 LR, EPS, DECAY = (tl.constexpr(HYPER.index(name)) for name in ("lr", "eps", "decay"))
 BETA1, ONE_MINUS_BETA1 = (tl.constexpr(HYPER.index(name)) for name in ("beta1", "one_minus_beta1"))
 BETA2, ONE_MINUS_BETA2 = (tl.constexpr(HYPER.index(name)) for name in ("beta2", "one_minus_beta2"))
-FOLD_BLOCK = 2048  # elements of the gradient folded at once
-UPDATE_BLOCK = 512  # selected elements updated at once
+FOLD_BLOCK = 4096  # elements of the gradient folded at once
+UPDATE_BLOCK = 1024  # selected elements updated at once
+WARPS = 4
 
 
 @triton.jit
@@ -250,7 +251,7 @@ def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
         "ROW_MULTIPLE": ALIGN_BYTES // table.weight_dtype.itemsize if even else 1,
         "TILE": table.step_tile,
         "BLOCK": UPDATE_BLOCK,
-        "num_warps": 8,
+        "num_warps": WARPS,
         **EXACT,
     }
 
