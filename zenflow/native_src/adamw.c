@@ -13,6 +13,7 @@
 #define CUT 64     /* elements: threads meet between cache lines of every array */
 #define BLOCK 512  /* elements that stay in the first-level cache from the gradient to the rounded weight */
 #define LINE 32    /* rounded weights in a cache line */
+#define CHUNK 65536 /* elements that a thread takes at a time */
 #define SERIAL_BELOW 32768
 #define INLINE static inline __attribute__((always_inline))
 
@@ -192,21 +193,31 @@ static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, l
     if (a->out_kind != OUT_NONE) write_out(a->out + first, p, length, a->out_kind);
 }
 
+/* Elements [start, stop) of the flat storage, of which those between the pieces are padding. */
+static void range(const arrays_t *arrays, const piece_t *pieces, long n_pieces, const plan_t *plans, long start,
+                  long stop) {
+    for (const piece_t *piece = pieces; piece < pieces + n_pieces; piece++) {
+        const long piece_stop = least(stop, piece->offset + piece->rows * piece->cols);
+        for (long i = start > piece->offset ? start : piece->offset; i < piece_stop;) {
+            const long length = least(piece_stop, (i / BLOCK + 1) * BLOCK) - i;
+            block(arrays, piece, plans + piece->matrix, i, length);
+            i += length;
+        }
+    }
+}
+
 /* pieces: ascending in offset, `n_pieces` >= 1; plans: one a matrix. */
 void zenflow_pass(const arrays_t *arrays, const piece_t *pieces, long n_pieces, const plan_t *plans, int threads) {
     const piece_t *last = pieces + n_pieces - 1;
     const long begin = pieces->offset / CUT * CUT, end = last->offset + last->rows * last->cols;
+    const long chunks = (end - begin + CHUNK - 1) / CHUNK;
 #pragma omp parallel num_threads(threads) if (end - begin >= SERIAL_BELOW)
     {
-        const long share = ((end - begin) / omp_get_num_threads() / CUT + 1) * CUT;
-        const long start = begin + share * omp_get_thread_num(), stop = least(end, start + share);
-        for (const piece_t *piece = pieces; piece <= last; piece++) {
-            const long piece_stop = least(stop, piece->offset + piece->rows * piece->cols);
-            for (long i = start > piece->offset ? start : piece->offset; i < piece_stop;) {
-                const long length = least(piece_stop, (i / BLOCK + 1) * BLOCK) - i;
-                block(arrays, piece, plans + piece->matrix, i, length);
-                i += length;
-            }
+        /* First come, first served: a core that others use too would hold up equal shares. */
+#pragma omp for schedule(dynamic) nowait
+        for (long c = 0; c < chunks; c++) {
+            const long start = begin + c * CHUNK;
+            range(arrays, pieces, n_pieces, plans, start, least(end, start + CHUNK));
         }
 #ifdef __SSE2__
         _mm_sfence(); /* streamed stores obey no other order, and `done` is raised after them */
