@@ -299,11 +299,7 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any])
                 host.index_fill_(0 if record.kind == "row" else 1, selected, 0)
     record.host_shadow.copy_(whole[0])
     record.host_step.copy_(step)
-    record.slot.fill_(-1)
-    if selected.numel():
-        record.start.copy_(step[selected])
-        record.slot[selected.to(device)] = torch.arange(selected.numel(), dtype=torch.int32, device=device)
-    record.selected, record.owned = selected.clone(), bool(entry["owned"])
+    record.install_owners(selected.clone(), selected.to(device), step[selected], owned=bool(entry["owned"]))
     if "weight" in entry:
         pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
     pipeline.control.count[record.index] = entry["count"]

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zenflow import native
+from zenflow.exchange import Order
 from zenflow.geometry import Segment
 from zenflow.header import Header
 from zenflow.ring import SegmentMemory, WorkerSettings
@@ -111,6 +112,20 @@ class WorkerClient:
         except (EOFError, OSError) as error:
             raise self._failure() from error
         assert answer == ("attached", segment.index), answer
+
+    def begin_exchange(self, segment: int, orders: Sequence[Order]) -> None:
+        """Have the idle worker carry out `orders` in the memory of one segment; `end_exchange` waits for it."""
+        self._send(("exchange", segment, list(orders)))
+
+    def end_exchange(self, segment: int) -> None:
+        """Until the worker has carried out the orders of the last `begin_exchange`. WorkerError if it never will."""
+        try:
+            while not self._connection.poll(LIVENESS_SECONDS):
+                self.check()
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
+        assert answer == ("exchanged", segment), answer
 
     def wait_done(self, seq: int, check: Callable[[], None] | None = None) -> float:
         """Wait until the slot `seq` is processed; seconds waited.

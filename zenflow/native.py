@@ -35,12 +35,16 @@ def _structure(**formats: str) -> np.dtype:
     return np.dtype(list(formats.items()))
 
 
-# What adamw.c reads, field by field: addresses and counts as 64-bit integers.
+# What adamw.c and exchange.c read, field by field: addresses and counts as 64-bit integers.
 ARRAYS = _structure(master="i8", exp_avg="i8", exp_avg_sq="i8", ring="i8", out="i8", grad_kind="i8", out_kind="i8")
 PIECE = _structure(matrix="i8", offset="i8", rows="i8", cols="i8", row_start="i8", by_column="i8")
 LANE = _structure(offset="i8", inv_scale="f4", clip="f4")
 PLAN = _structure(
     constants="i8", step_size="i8", denom_scale="i8", lanes="i8", n_updates="i8", n_lanes="i8", n_factors="i8"
+)
+ORDER = _structure(
+    **dict.fromkeys(("state", "block", "leave", "enter", "n_leave", "n_enter"), "i8"),
+    **dict.fromkeys(("cols", "first", "length", "by_column", "clear"), "i8"),
 )
 
 
@@ -54,6 +58,9 @@ class Native:
         # arrays, pieces [n], n, plans [matrices], threads: addresses of the structures above.
         self.run_pass = library.zenflow_pass
         self.run_pass.argtypes = [pointer, pointer, long, pointer, integer]
+        # orders [n], n, threads.
+        self.exchange = library.zenflow_exchange
+        self.exchange.argtypes, self.exchange.restype = [pointer, long, integer], None
         # a, b, c: addresses of fp32 [n] at whole cache lines; n, a multiple of 16; streaming; threads.
         self.triad = library.zenflow_triad
         self.triad.argtypes = [pointer, pointer, pointer, long, integer, integer]

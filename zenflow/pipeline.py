@@ -38,7 +38,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.outside import adopt_outside_changes
 from zenflow.ring import Slot
-from zenflow.selection import choose_channels, migrate
+from zenflow.selection import choose_channels, give_owners
 from zenflow.sending import Sender, trace_worker
 from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
@@ -287,7 +287,6 @@ class Pipeline:
             with self.telemetry.selection():
                 if self.uploads.in_transit:
                     self.make_visible()
-                self.wait_for_worker()
                 # This step is in `advance` already, and has yet to be applied.
                 self._select(fresh, step, ahead=1)
 
@@ -300,17 +299,17 @@ class Pipeline:
         ]
 
     def _select(self, records: list[ParamRecord], step: int, ahead: int = 0) -> None:
-        advances = self.control.advance.tolist()
         chosen = choose_channels(records, [self.grads[record.index] for record in records], self.config.importance)
-        moved = 0
-        for record, selected in zip(records, chosen, strict=True):
-            traffic = migrate(record, selected, advances[record.index] - ahead, self.config.on_reselect)
-            self.telemetry.add(bytes_to_host=traffic.to_host, bytes_to_device=traffic.to_device)
-            moved += traffic.moved
+        self.wait_for_worker()
+        traffic = give_owners(
+            records, chosen, self.control.advance,
+            ahead=ahead, reset=self.config.on_reselect == "reset", client=self.client,
+        )  # fmt: skip
+        self.telemetry.add(bytes_to_host=traffic.to_host, bytes_to_device=traffic.to_device)
         self.counters["selections"] += 1
         logger.info(
             "selection at step %d: %d channels of %d parameters selected, %d changed owner",
-            step, sum(selected.numel() for selected in chosen), len(records), moved,
+            step, traffic.selected, len(records), traffic.moved,
         )  # fmt: skip
 
     def start_trace(self) -> Tracer:

@@ -1,156 +1,297 @@
 """Selection: which channels the GPU owns from now on, and the migration of their state.
 
 A channel that changes owner takes master, both moments and t with it, bit for bit. It happens only while the worker is
-idle and no partial sum or pending result of the matrix exists, so the ring, which is pinned and idle then, carries the
-state between device and host. No weight, master, moment or t changes its value.
+idle and no partial sum or pending result of the matrix exists. No weight, master, moment or t changes its value.
+
+The first owners of a parameter cost the host nothing: the worker's master is the weight itself, its moments and t are
+zero. Later, state travels through the ring, which is pinned and idle, in *parts* of many blocks. Half of it holds the
+part that the worker has in hand (`exchange.py`): it takes the values that have come from the device and puts those that
+go there in their place. Meanwhile the device copies into and out of the other half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.importance import channel_scores
+from zenflow_kernels.numerics import chunks
 from zenflow_kernels.scatter import scatter_channels_
 from zenflow_kernels.topk import select_channels
 
-from zenflow.storage import ParamRecord
+from zenflow.client import WorkerClient
+from zenflow.exchange import NOWHERE, Order
+from zenflow.storage import ParamRecord, SegmentStorage
+
+PART_BYTES = 32 << 20  # of values in a part, at most: a few milliseconds of the worker's time
 
 
 @dataclass
 class Traffic:
-    """Bytes that a selection moved, and how many channels changed owner."""
+    """Bytes that a selection moved, and how many channels were selected and changed owner."""
 
     to_host: int = 0
     to_device: int = 0
     moved: int = 0
+    selected: int = 0
 
 
-def choose_channels(records: list[ParamRecord], grads: list[Tensor], importance: str) -> list[Tensor]:
-    """New owners by each record's gradient: int64 indices, ascending, on the host.
-
-    All scores and choices are queued before the first result is awaited.
-    """
+def choose_channels(records: Sequence[ParamRecord], grads: Sequence[Tensor], importance: str) -> list[Tensor]:
+    """New owners by each record's gradient: int64 indices, ascending, on the device; waits for nothing."""
     chosen = []
     for record, grad in zip(records, grads, strict=True):
         scores = channel_scores(grad.view(record.weight.shape), record.kind, importance)
         chosen.append(select_channels(scores, record.n_selected))
-    return [index.cpu() for index in chosen]
+    return chosen
 
 
-def migrate(record: ParamRecord, selected: Tensor, advance: int, on_reselect: str) -> Traffic:
-    """Hand the channels in `selected` to the GPU and the others to the worker.
+def give_owners(
+    records: Sequence[ParamRecord], chosen: Sequence[Tensor], advance: Tensor, *, ahead: int, reset: bool,
+    client: WorkerClient,
+) -> Traffic:  # fmt: skip
+    """Hand the channels in `chosen`, one tensor a record, to the GPU and the others to the worker, which is idle.
 
-    `advance` is the device's count of AdamW updates since `record.start` was written. `on_reselect="reset"` zeroes the
-    moments and t of every channel that changes owner, as the reference implementation does; `"migrate"` keeps them.
+    `advance`, by `record.index`, is the device's count of AdamW updates since `record.start` was written, `ahead` how
+    many of them are still to be applied. `reset` zeroes the moments and t of every channel that changes owner, as the
+    reference implementation does. WorkerError if the worker ends meanwhile.
     """
-    old = record.selected
-    stays_old, stays_new = torch.isin(old, selected), torch.isin(selected, old)
-    leaving, entering = old[~stays_old], selected[~stays_new]
-    traffic = Traffic(moved=leaving.numel() + entering.numel())
-    if record.owned and traffic.moved == 0:
-        return traffic
-    exchange = _Exchange(record, on_reselect == "reset")
-    step = record.start.cpu().to(torch.int64) + advance
-    at_old, at_new = (torch.arange(owners.numel(), device="cpu") for owners in (old, selected))
-    exchange.leave(leaving, at_old[~stays_old], step, traffic)
-    exchange.rebuild(entering, at_new[~stays_new], at_old[stays_old], at_new[stays_new], traffic)
-    new_step = torch.empty(selected.numel(), dtype=torch.int64, device="cpu")
-    new_step[stays_new] = step[: old.numel()][stays_old]
-    new_step[~stays_new] = 0 if exchange.reset else record.host_step[entering].to(torch.int64)
-    record.start.copy_((new_step - advance).to(torch.int32))
-    record.slot.fill_(-1)
-    record.slot[selected.to(record.slot.device)] = torch.arange(
-        selected.numel(), dtype=torch.int32, device=record.slot.device
-    )
-    record.selected, record.owned = selected, True
+    fetched = _fetch(chosen, [*(record.start for record in records), advance])
+    selected, starts = ([next(fetched) for _ in records] for _ in range(2))
+    advances = next(fetched)
+    traffic = Traffic(selected=sum(map(len, selected)))
+    moves: list[Move] = []
+    for record, owners, on_device, start in zip(records, selected, chosen, starts, strict=True):
+        updates = int(advances[record.index]) - ahead
+        if record.untouched:
+            _take_weights(record, owners, on_device, updates)
+            traffic.moved += len(owners)
+            continue
+        move = Move.plan(record, owners, on_device, start, updates, reset)
+        if move is not None:
+            moves.append(move)
+            traffic.moved += len(move.leaving) + len(move.entering)
+    _upload_positions(moves)
+    for storage in {move.record.storage: None for move in moves}:
+        there = [move for move in moves if move.record.storage is storage]
+        _Exchange(storage, there, client, reset, traffic).run()
+    for move in moves:
+        move.record.install_owners(move.selected, move.on_device, move.start)
     return traffic
 
 
+def _fetch(wide: Sequence[Tensor], narrow: Sequence[Tensor]) -> Iterator[Tensor]:
+    """int64 and int32 `[n]` tensors of the device, all as int64 on the host, by one copy and with one wait."""
+    together = torch.cat([*wide, torch.cat(list(narrow)).to(torch.int64)]).cpu()
+    return iter(together.split([tensor.numel() for tensor in (*wide, *narrow)]))
+
+
+def _take_weights(record: ParamRecord, selected: Tensor, on_device: Tensor, updates: int) -> None:
+    """The first owners' masters are their weights, on the device; moments and t are zero there and here."""
+    record.master.copy_(gather_channels(record.weight, on_device, record.kind, validate=False))
+    record.install_owners(selected, on_device, torch.full_like(record.start, -updates))
+
+
+@dataclass(eq=False)
+class Move:
+    """The channels of one record that change owner. Those that leave are as many as enter, or none."""
+
+    record: ParamRecord
+    selected: Tensor  # the new owners, on the host
+    on_device: Tensor
+    leaving: np.ndarray  # channels, int64
+    entering: np.ndarray
+    positions: list[np.ndarray]  # see `_upload_positions`
+    leave_at: Tensor = field(init=False)  # int64 on the device: positions of `leaving` in the old compact state
+    source: Tensor = field(init=False)  # old position of each new one, anything for those that enter
+    enter_at: Tensor = field(init=False)  # positions of `entering` in the new compact state
+    start: Tensor = field(init=False)
+
+    @classmethod
+    def plan(
+        cls, record: ParamRecord, selected: Tensor, on_device: Tensor, start: Tensor, updates: int, reset: bool
+    ) -> Move | None:
+        """Compare old owners with new ones and pass t on, on the host; None if nothing changes."""
+        old, new = record.selected.numpy(), selected.numpy()
+        was, will = np.zeros((2, record.slot.numel()), dtype=bool)
+        was[old], will[new] = True, True
+        stays, kept = will[old], was[new]
+        if record.owned and kept.all():
+            return None
+        leaving, entering = old[~stays], new[~kept]
+        assert len(leaving) in (0, len(entering)), (record.name, len(leaving), len(entering))
+        source, t = np.zeros((2, len(new)), dtype=np.int64)
+        source[kept] = np.flatnonzero(stays)
+        old_t, host_t = start.numpy()[: len(old)] + updates, record.host_step.numpy()
+        t[kept] = old_t[stays]
+        t[~kept] = 0 if reset else host_t[entering]
+        host_t[leaving] = 0 if reset else old_t[~stays]
+        positions = [np.flatnonzero(~stays), source, np.flatnonzero(~kept), t - updates]
+        return cls(record, selected, on_device, leaving, entering, positions)
+
+    @property
+    def compact_shape(self) -> tuple[int, int]:
+        """Of what travels in one direction."""
+        rows, cols = self.record.weight.shape
+        return (rows, len(self.entering)) if self.record.kind == "column" else (len(self.entering), cols)
+
+
+def _upload_positions(moves: Sequence[Move]) -> None:
+    """All of what the device has to know about the moves, by one copy."""
+    if not moves:
+        return
+    device = moves[0].record.weight.device
+    arrays = [array for move in moves for array in move.positions]
+    together = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        together = together.pin_memory().to(device, non_blocking=True)
+    parts = iter(together.split([len(array) for array in arrays]))
+    for move in moves:
+        move.leave_at, move.source, move.enter_at, move.start = (next(parts) for _ in move.positions)
+
+
+@dataclass(eq=False)
+class _Job:
+    """One state tensor of a move; `values`: what has left, then what enters, `[rows, n]` or `[n, cols]`."""
+
+    move: Move
+    array: int
+    travels: bool
+    values: Tensor | None = None
+
+    def leave(self) -> None:
+        """Take the leaving channels out of the compact state and bring the others to their new positions."""
+        move, record = self.move, self.move.record
+        compact = record.compact[self.array]
+        if len(move.leaving) and self.travels:
+            self.values = gather_channels(compact, move.leave_at, record.kind, validate=False)
+        else:
+            self.values = compact.new_zeros(move.compact_shape)
+        compact.copy_(gather_channels(compact, move.source, record.kind, validate=False))
+
+    def enter(self) -> None:
+        """Put the entering channels into the compact state."""
+        move, record = self.move, self.move.record
+        scatter_channels_(record.compact[self.array], move.enter_at, self.values, record.kind, validate=False)
+        self.values = None
+
+
+@dataclass(eq=False)
+class _Block:
+    """A range of a job's compact matrix, contiguous there and in the ring."""
+
+    job: _Job
+    rows: slice
+    cols: slice
+    first: bool
+    last: bool
+    place: int = 0  # in its half of the ring, in fp32 elements
+
+    @property
+    def numel(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start) if self.job.travels else 0
+
+    def order(self, begin: int) -> Order:
+        """What the worker has to do, with the half of the ring that begins at `begin`."""
+        move, by_column = self.job.move, self.job.move.record.kind == "column"
+        channels, across = (self.cols, self.rows) if by_column else (self.rows, self.cols)
+        whole = channels.stop - channels.start == len(move.entering)  # then pickle sends them once a matrix
+        enter, leave = (array if whole else array[channels] for array in (move.entering, move.leaving))
+        return Order(
+            matrix=move.record.storage.indices.index(move.record.index), array=self.job.array,
+            block=begin + self.place if self.job.travels else NOWHERE, enter=enter, leave=leave,
+            first=across.start, length=across.stop - across.start, clear=self.job.array > 0,
+        )  # fmt: skip
+
+
 class _Exchange:
-    """Moves channels of one matrix between its compact state and the worker's arena."""
+    """Moves state between device and worker, for the matrices of one segment."""
 
-    def __init__(self, record: ParamRecord, reset: bool) -> None:
-        self.record = record
-        self.reset = reset
-        self.by_row = record.kind == "row"
-        self.dim = 0 if self.by_row else 1
-        self.cuda = record.weight.is_cuda
-        ring = record.storage.ring
-        # Whole fp32 numbers of the ring: it has an even number of elements, being aligned.
-        self.staging = ring.view(torch.float32)
+    def __init__(
+        self, storage: SegmentStorage, moves: Sequence[Move], client: WorkerClient, reset: bool, traffic: Traffic
+    ) -> None:
+        self.client, self.traffic, self.segment = client, traffic, storage.segment.index
+        self.ring = storage.ring.view(torch.float32)
+        self.begin, self.half = _idle_half(storage)
+        jobs = [_Job(move, array, travels=not (reset and array)) for move in moves for array in range(3)]
+        self.parts = _pack(jobs, self.half)
+        cuda = self.ring.numel() and moves[0].record.weight.is_cuda
+        self.arrived = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
-    def leave(self, channels: Tensor, position: Tensor, step: Tensor, traffic: Traffic) -> None:
-        """Compact state at `position` goes to the worker as its `channels`; `step` holds t by old position."""
-        if not channels.numel():
-            return
-        record = self.record
-        for number, (compact, host) in enumerate(zip(record.compact, record.host, strict=True)):
-            if self.reset and number:
-                host.index_fill_(self.dim, channels, 0)
-                continue
-            values = gather_channels(compact, position.to(compact.device), record.kind, validate=False)
-            traffic.to_host += values.nbytes
-            for part, arrived in self._to_host(values):
-                target = host if self.by_row else host[part]
-                index = channels[part] if self.by_row else channels
-                target.index_copy_(self.dim, index, arrived)
-        record.host_step[channels] = 0 if self.reset else step[position].to(torch.int32)
+    def run(self) -> None:
+        """Part by part; returns when the worker is idle again and the device's last copies are queued."""
+        self._leave(0)
+        for number, part in enumerate(self.parts):
+            if self.arrived:
+                self.arrived[number % 2].synchronize()
+            begin = self._begin(number)
+            self.client.begin_exchange(self.segment, [block.order(begin) for block in part])
+            if number + 1 < len(self.parts):
+                self._leave(number + 1)
+            self.client.end_exchange(self.segment)
+            self._enter(number)
 
-    def rebuild(self, entering: Tensor, enter_at: Tensor, stay_from: Tensor, stay_at: Tensor, traffic: Traffic) -> None:
-        """New compact state from channels that stay and channels that the worker hands over.
+    def _begin(self, number: int) -> int:
+        return self.begin + number % 2 * self.half
 
-        The worker's moments of these become zero: what it goes on computing there is scratch, and zeros stay zeros.
-        """
-        record, device = self.record, self.record.weight.device
-        for number, (compact, host) in enumerate(zip(record.compact, record.host, strict=True)):
-            fresh = torch.zeros_like(compact)
-            if stay_at.numel():
-                kept = gather_channels(compact, stay_from.to(device), record.kind, validate=False)
-                scatter_channels_(fresh, stay_at.to(device), kept, record.kind, validate=False)
-            if entering.numel() and not (self.reset and number):
-                values = self._to_device(host, entering)
-                traffic.to_device += values.nbytes
-                scatter_channels_(fresh, enter_at.to(device), values, record.kind, validate=False)
-            compact.copy_(fresh)
-            if number and entering.numel():
-                host.index_fill_(self.dim, entering, 0)
+    def _staged(self, number: int, block: _Block, values: Tensor) -> Tensor:
+        begin = self._begin(number) + block.place
+        return self.ring[begin : begin + block.numel].view(values.shape)
 
-    def _rows_at_once(self, width: int) -> int:
-        return max(1, self.staging.numel() // max(1, width))
+    def _leave(self, number: int) -> None:
+        """Queue the copies of a part to the host, behind those that empty its half of the ring."""
+        for block in self.parts[number]:
+            if block.first:
+                block.job.leave()
+            if block.job.travels and len(block.job.move.leaving):
+                values = block.job.values[block.rows, block.cols]
+                self._staged(number, block, values).copy_(values, non_blocking=True)
+                self.traffic.to_host += values.nbytes
+        if self.arrived:
+            self.arrived[number % 2].record()
 
-    def _to_host(self, values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield `(row range, rows of values on the host)`; a row range is reused once the next one is asked for."""
-        if not self.cuda or self.staging.numel() < values.shape[1]:
-            yield slice(0, values.shape[0]), values.cpu()
-            return
-        rows = self._rows_at_once(values.shape[1])
-        for first in range(0, values.shape[0], rows):
-            block = values[first : first + rows]
-            arrived = self.staging[: block.numel()].view(block.shape)
-            arrived.copy_(block, non_blocking=True)
-            torch.cuda.current_stream(values.device).synchronize()
-            yield slice(first, first + block.shape[0]), arrived
+    def _enter(self, number: int) -> None:
+        for block in self.parts[number]:
+            if block.job.travels:
+                values = block.job.values[block.rows, block.cols]
+                values.copy_(self._staged(number, block, values), non_blocking=True)
+                self.traffic.to_device += values.nbytes
+            if block.last:
+                block.job.enter()
 
-    def _to_device(self, host: Tensor, channels: Tensor) -> Tensor:
-        """The worker's `channels`, fp32, compact, on the device."""
-        if not self.cuda:
-            return host.index_select(self.dim, channels)
-        shape = (channels.numel(), host.shape[1]) if self.by_row else (host.shape[0], channels.numel())
-        values = torch.empty(shape, dtype=torch.float32, device=self.record.weight.device)
-        if self.staging.numel() < shape[1]:
-            return values.copy_(host.index_select(self.dim, channels))
-        rows = self._rows_at_once(shape[1])
-        for first in range(0, shape[0], rows):
-            part = slice(first, min(first + rows, shape[0]))
-            staged = self.staging[: (part.stop - part.start) * shape[1]].view(-1, shape[1])
-            if self.by_row:
-                torch.index_select(host, 0, channels[part], out=staged)
-            else:
-                torch.index_select(host[part], 1, channels, out=staged)
-            values[part].copy_(staged, non_blocking=True)
-            torch.cuda.current_stream(values.device).synchronize()
-        return values
+
+def _idle_half(storage: SegmentStorage) -> tuple[int, int]:
+    """Where the ring may be used, in fp32 elements, and half of how many there are.
+
+    A ring with a lane a step may hold the running window's gradients; the lanes of the window before are free.
+    """
+    segment, turn = storage.segment, storage.memory.turn(0) ^ 1
+    lane = storage.ring.view(torch.float32).numel() // segment.lanes
+    lanes = segment.max_steps if segment.keeps_steps else 1
+    return segment.lane(turn, 0) * lane, min(lanes * lane // 2, PART_BYTES // 4)
+
+
+def _pack(jobs: Sequence[_Job], capacity: int) -> list[list[_Block]]:
+    """Blocks in the order of their jobs, as many a part as `capacity` elements hold."""
+    parts: list[list[_Block]] = [[]]
+    room = capacity
+    for job in jobs:
+        for block in _blocks(job, capacity):
+            if block.numel > room:
+                parts.append([])
+                room = capacity
+            block.place = capacity - room
+            room -= block.numel
+            parts[-1].append(block)
+    return parts
+
+
+def _blocks(job: _Job, capacity: int) -> Iterator[_Block]:
+    rows, cols = job.move.compact_shape
+    cuts = list(chunks(rows, cols, capacity if job.travels else rows * cols))
+    for number, (across, along) in enumerate(cuts):
+        row, col = slice(across.start, min(across.stop, rows)), slice(along.start, min(along.stop, cols))
+        yield _Block(job, row, col, first=number == 0, last=number == len(cuts) - 1)

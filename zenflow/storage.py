@@ -82,6 +82,7 @@ class ParamRecord:
     matrix: Matrix | None = None
     selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
     owned: bool = True  # False until the first selection
+    untouched: bool = False  # the worker's master is the weight itself, its moments and t are zero
     version: int = 0  # the parameter's autograd version when its bits were last known
     address: int = field(init=False)  # of the weight
 
@@ -128,6 +129,19 @@ class ParamRecord:
         first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
         return self.storage.lane(turn, step)[first:last].view(self.weight.shape)
 
+    def install_owners(self, selected: Tensor, on_device: Tensor, start: Tensor, *, owned: bool = True) -> None:
+        """From now on the GPU owns the channels `selected`, whose state lies in the compact one in that order.
+
+        selected: int64 `[n]`, ascending, on the host; on_device: the same on the device; start: their t less the
+        device's advance count, int `[n]`. `owned=False`, with no channel: the first selection is still to come.
+        """
+        self.slot.fill_(-1)
+        if selected.numel():
+            position = torch.arange(selected.numel(), dtype=torch.int32, device=self.slot.device)
+            self.slot.index_copy_(0, on_device, position)
+            self.start.copy_(start)
+        self.selected, self.owned, self.untouched = selected, owned, False
+
     def entry(self) -> Entry:
         """The record as the grouped kernels see it."""
         return Entry(
@@ -151,7 +165,8 @@ class Pins:
             return
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 0))
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 0))
         if code != 0:
             with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)  # CUDA keeps the error for whoever asks next: ask
@@ -165,8 +180,9 @@ class Pins:
         """Unpin everything, once the device has finished its copies; nothing in a forked copy of the owner."""
         if self._addresses and os.getpid() == self._owner:
             torch.cuda.synchronize(self._device)
-            for address in self._addresses:
-                torch.cuda.cudart().cudaHostUnregister(address)
+            with torch.cuda.device(self._device):
+                for address in self._addresses:
+                    torch.cuda.cudart().cudaHostUnregister(address)
         self._addresses = []
 
 
@@ -302,5 +318,5 @@ def record_deferred(
         start=torch.zeros(n, dtype=torch.int32, device=param.device),
         slot=torch.full((matrix.channels,), -1, dtype=torch.int32, device=param.device),
         accumulator=None if storage.accumulator is None else storage.accumulator[first:last].view(matrix.rows, -1),
-        storage=storage, matrix=matrix, owned=n == 0, version=param._version,
+        storage=storage, matrix=matrix, owned=n == 0, untouched=True, version=param._version,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-from zenflow import native
+from zenflow import exchange, native
 from zenflow.geometry import Segment
 from zenflow.planning import SegmentWork
 from zenflow.ring import Header, SegmentMemory, TornSlotError, WorkerSettings
@@ -114,6 +114,8 @@ class Worker:
             self._start(*content)
         elif kind == "attach":
             self._attach(*content)
+        elif kind == "exchange":
+            self._exchange(*content)
 
     def _start(self, settings: WorkerSettings, cores: tuple[int, ...], threads: int) -> None:
         # Before the first parallel region: threads inherit the mask.
@@ -134,6 +136,12 @@ class Worker:
         work = SegmentWork(memory, self.settings, threads=self.threads, library=self.library)
         self.route += [Place(work, bucket.index) for bucket in segment.buckets]
         self.connection.send(("attached", segment.index))
+
+    def _exchange(self, segment: int, orders: list[exchange.Order]) -> None:
+        memory = next(p.work.memory for p in self.route if p.work.memory.segment.index == segment)
+        exchange.carry_out(memory, orders, self.threads, self.library)
+        self.header.beat()
+        self.connection.send(("exchanged", segment))
 
 
 class Place:
