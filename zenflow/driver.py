@@ -21,25 +21,29 @@ class StreamWords:
     RuntimeError from every method if the driver refuses a call.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         self._library = library
+        self._device = device  # the driver takes words and streams of the current one alone
         # The versions that need no module parameter; before CUDA 12 the plain names are the only ones.
         self._wait, self._write = (_function(library, name) for name in _NAMES)
 
     def device_address(self, host_address: int) -> int:
         """Where the device sees a word that `cudaHostRegister` has locked."""
         pointer = ctypes.c_uint64()
-        code = self._library.cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(host_address), 0)
+        with torch.cuda.device(self._device):
+            code = self._library.cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(host_address), 0)
         _check("cuMemHostGetDevicePointer", code)
         return pointer.value
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """What is queued on `stream` from now on waits until the word at device `address` is at least `value`."""
-        _check(_NAMES[0], self._wait(stream.cuda_stream, address, value, _GEQ))
+        with torch.cuda.device(self._device):
+            _check(_NAMES[0], self._wait(stream.cuda_stream, address, value, _GEQ))
 
     def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """`stream` writes the word after all that is queued on it now has become visible to the host."""
-        _check(_NAMES[1], self._write(stream.cuda_stream, address, value, 0))
+        with torch.cuda.device(self._device):
+            _check(_NAMES[1], self._write(stream.cuda_stream, address, value, 0))
 
 
 @cache
@@ -48,7 +52,7 @@ def stream_words(device: torch.device) -> StreamWords | None:
     if device.type != "cuda":
         return None
     try:
-        words = StreamWords(ctypes.CDLL("libcuda.so.1"))
+        words = StreamWords(ctypes.CDLL("libcuda.so.1"), device)
     except (OSError, AttributeError):
         return None
     # A driver that has the functions may still refuse them: try both on a word of its own.

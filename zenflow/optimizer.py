@@ -101,6 +101,20 @@ class ZenFlow(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch, also for gradients that shall take part in no step.
+
+        Without `set_to_none`, those that are still being copied to the host are zeroed after that; ValueError names one
+        that somebody else has changed in place meanwhile.
+        """
+        pipeline = self._pipeline
+        if pipeline is not None and not self._closed and not pipeline.stepping:
+            with torch.no_grad():
+                pipeline.drop_gradients()
+            if not set_to_none:
+                pipeline.sender.release_gradients()
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over the gradients in `.grad`; a `closure` is evaluated once, first, and its value returned."""

@@ -33,7 +33,7 @@ from zenflow_kernels.table import Table
 
 from zenflow.bias import bias_table
 from zenflow.checks import group_hyper, usable_gradient
-from zenflow.client import WorkerClient
+from zenflow.client import WorkerClient, WorkerError
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.outside import adopt_outside_changes
@@ -90,6 +90,7 @@ class Pipeline:
         if self.client is not None:
             self.client.check()
         adopt_outside_changes(self)
+        self.sender.check_gradients()
         self.grads = [usable_gradient(record) for record in self.records]
         hyper_row = [group_hyper(group) for group in groups]
         # From here on the step counts; what the caller could have got wrong has been refused.
@@ -122,6 +123,13 @@ class Pipeline:
     def prepare_backward(self) -> None:
         """Tell the uploads whether the coming backward passes end a window."""
         self.uploads.prepare(self.clock.next_ends_window)
+
+    def drop_gradients(self) -> None:
+        """The gradients since the last step are thrown away: weights that went into transit with them arrive first."""
+        if self.uploads.begun:
+            self.make_visible()
+        if self.uploads.arrived:
+            self.prepare_backward()
 
     def _begin_record(self, step: int) -> None:
         slots = sum(len(storage.segment.buckets) for storage in self.storages)
@@ -270,6 +278,7 @@ class Pipeline:
     def flush(self) -> None:
         """End the running window now and make every result visible."""
         adopt_outside_changes(self)
+        self.sender.check_gradients()
         self.make_visible()
         if self.hyper_log:
             self.uploads.pending = self._send_window()
@@ -338,7 +347,22 @@ class Pipeline:
                 trace_worker(tracer, storage, turn)
 
     def close(self) -> None:
-        """Stop the worker and give back every byte of host memory; the parameters stay as they are."""
+        """Stop the worker and give back every byte of host memory; the parameters stay, whole, what they are."""
+        try:
+            if self.uploads.in_transit:
+                self._end_transit()
+        finally:
+            self._free()
+
+    def _end_transit(self) -> None:
+        try:
+            self.make_visible()
+        except WorkerError:
+            self.uploads.rescue()
+            self._land()
+            self.write_selected()
+
+    def _free(self) -> None:
         if self.client is not None:
             self.uploads.close()
             self.client.close()

@@ -7,6 +7,7 @@ that empties the shadow which the worker will write next; the slot's `ready` wor
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -35,16 +36,39 @@ class Sender:
         self._words = stream_words(device)
         self._window_ends: deque[int] = deque(maxlen=2)  # last slots of the latest windows
         self._copied = torch.cuda.Event() if self.stream is not None else None
+        # Raw gradients that may still be on their way: record, gradient and its version when it was sent.
+        self._leaving: list[tuple[ParamRecord, weakref.ref[Tensor], int]] = []
 
     def wait_for_copies(self) -> None:
         """There is one accumulator and one log of the window: the next step's decision waits until they are sent."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
+    def check_gradients(self) -> None:
+        """ValueError naming a gradient that was changed in place while it may have been on its way to the ring.
+
+        Only the host knows of such a change, and never when the device carried it out; so it is an error for good.
+        """
+        for record, reference, version in self._leaving:
+            grad = reference()
+            if grad is not None and grad._version != version:
+                raise ValueError(
+                    f"the gradient of {record.name} was changed in place after step(), while it was being copied to "
+                    "the CPU optimizer (accumulate_on='host'); allowed is the optimizer's own zero_grad(), or "
+                    "grad = None, before the next backward()"
+                )
+
+    def release_gradients(self) -> None:
+        """What the compute stream does from now on may overwrite the gradients that have been sent."""
+        self.check_gradients()
+        if self._leaving:
+            torch.cuda.current_stream(self._device).wait_stream(self.stream)
+        self._leaving = []
+
     def send_gradients(self, records: Iterable[ParamRecord], grads: Sequence[Tensor | None], position: int) -> None:
         """Queue the raw gradients of one step, which is the window's step `position`, for their lanes in the ring."""
         self._follow_compute()
-        sent = 0
+        sent, leaving = 0, []
         with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {position}", self.stream):
             for record in records:
                 grad = grads[record.index]
@@ -56,7 +80,9 @@ class Sender:
                 if self.stream is not None:
                     # Its memory is not given to others before the copy is done, whenever it is let go of.
                     grad.record_stream(self.stream)
+                    leaving.append((record, weakref.ref(grad), grad._version))
                 sent += grad.nbytes
+        self._leaving = leaving
         self._telemetry.add(bytes_to_host=sent)
 
     def send_window(
@@ -84,6 +110,9 @@ class Sender:
                     sent.append(Sent(storage, bucket, seq, turn, window))
                     if bucket.index == 0:
                         self._copy(storage.logs[turn], window_log)
+                    if self.stream is not None:
+                        # The worker answers `ready` by writing the shadow: only once the last upload has left it.
+                        self.stream.wait_event(storage.uploaded[bucket.index])
                     if storage.accumulator is not None:
                         self._send_sum(sent[-1])
                     self._raise_ready(sent[-1], ready[len(sent) - 1 :])
@@ -114,8 +143,6 @@ class Sender:
 
     def _send_sum(self, item: Sent) -> None:
         storage, bucket = item.storage, item.bucket
-        if self.stream is not None:
-            self.stream.wait_event(storage.uploaded[bucket.index])
         with span(self.tracer, "copy to ring", f"bucket {bucket.index}", self.stream, window=item.window):
             part = slice(bucket.start, bucket.stop)
             self._copy(storage.lane(item.turn, 0)[part], storage.accumulator[part])

@@ -74,8 +74,11 @@ class Uploads:
         self._poisoned = False
         self._held: set[int] = set()  # records whose weights are in transit
         self._armed = False
+        self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
         self._handles: list[Any] = []
+        # A hook lives as long as its parameter, which may outlive an optimizer that nobody closes.
+        weakref.finalize(self, _remove, self._handles)
 
     def follow(self, client: WorkerClient) -> None:
         """Take results of this worker; its header is page-locked so that streams can wait for `done`."""
@@ -140,16 +143,18 @@ class Uploads:
                 job.late |= job.stream is not None and job.stream != stream
                 job.stream = stream
                 if job.left == 0 and not job.late:
+                    self._begun = True
                     self._take_over(job.sent, stream)
 
     def _refuse_late_gradient(self, index: int, count: int, passes: int, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             job.late = True
-        if any(job.sent in self._queued for job in jobs):
+        if index in self._held:
             raise RuntimeError(
                 f"gradient {count} of {self._records[index].name} in this step came after its weights were replaced, "
-                f"at {passes}: backward_passes_per_step must be the number of backward passes before each step(), "
-                "and a loop that varies it, or drops gradients without a step, needs upload='step'"
+                f"at {passes}: backward_passes_per_step must be the number of gradients that a parameter gets before "
+                "each step(); a loop that varies it, or drops gradients without a step() or the optimizer's "
+                "zero_grad(), needs upload='step'"
             )
 
     def _take_over(self, sent: Sent, stream: torch.cuda.Stream | None) -> None:
@@ -172,11 +177,14 @@ class Uploads:
 
     def _upload(self, sent: Sent) -> None:
         """Queue one bucket; `done` is awaited by the stream where that is possible, else by this thread."""
-        storage, bucket = sent.storage, sent.bucket
         if self._words is not None:
             self._words.wait(self.stream, self._done, sent.seq)
         elif not self._client.finished(sent.seq):
             self._telemetry.add(host_wait_seconds=self._client.wait_done(sent.seq, check=self._ask_device))
+        self._copy(sent)
+
+    def _copy(self, sent: Sent) -> None:
+        storage, bucket = sent.storage, sent.bucket
         shadow = storage.shadow[bucket.start : bucket.stop]
         where = span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window)
         with torch.cuda.stream(self.stream), where:
@@ -197,6 +205,16 @@ class Uploads:
     def in_transit(self) -> bool:
         """Whether some weights already are the next ones, or NaN, between a backward pass and its `step()`."""
         return bool(self._held)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether gradients have come since the last step, as far as hooks are there to see them."""
+        return self._arrivals.any
+
+    @property
+    def begun(self) -> bool:
+        """Whether backward has come so far that weights can be in transit; the worker's pace does not enter."""
+        return self._begun
 
     def holds(self, record: ParamRecord) -> bool:
         """Whether the weights of one parameter are in transit, all or some."""
@@ -228,6 +246,13 @@ class Uploads:
             if sent not in self._queued:
                 self._upload(sent)
 
+    def rescue(self) -> None:
+        """Leave no weights in transit though the worker has failed: they take what its shadow holds."""
+        for sent in self.pending:
+            members = sent.storage.members[sent.bucket.index]
+            if sent not in self._queued and not self._held.isdisjoint(members):
+                self._copy(sent)
+
     def land(self) -> None:
         """What the compute stream does from now on sees every queued upload."""
         if self.pending and self.stream is not None:
@@ -239,12 +264,12 @@ class Uploads:
     def forget(self) -> None:
         """Nothing is pending any more."""
         self._remove_hooks()
-        self.pending, self._queued, self._held, self._poisoned = [], set(), set(), False
+        self.pending, self._queued, self._held = [], set(), set()
+        self._poisoned = self._begun = False
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._jobs, self._armed = [], {}, False
+        _remove(self._handles)
+        self._jobs, self._armed = {}, False
 
 
 @dataclass(eq=False)
@@ -265,6 +290,11 @@ class Arrivals:
         self._now: dict[int, int] = {}
         self._seen: dict[int, list[int]] = {}
         self._usual: dict[int, int] = {}
+
+    @property
+    def any(self) -> bool:
+        """Whether any gradient has come in this step."""
+        return bool(self._now)
 
     def begin_step(self) -> None:
         self._now = {}
@@ -293,6 +323,12 @@ def _on_gradient(uploads: weakref.ref[Uploads], index: int, _: Tensor) -> None:
     # A hook lives as long as its parameter: it must not keep the optimizer.
     if (me := uploads()) is not None:
         me.gradient_arrived(index)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> torch.cuda.Event:
