@@ -27,7 +27,7 @@ WATCH_SECONDS = 0.1
 SPIN_SECONDS = 100e-6
 POLL_SECONDS = 50e-6
 LIVENESS_SECONDS = 20e-3
-# The worker beats when it is idle and after each piece: at most one bucket, or one row, in one pass over memory.
+# The worker beats when it is idle, after each slot and after each arena that it maps.
 SILENCE_SECONDS = 60.0
 STOP_SECONDS = 5.0
 END_SECONDS = 1.0
@@ -207,6 +207,8 @@ def _environment(shared_cores: bool) -> dict[str, str]:
     if shared_cores:
         # A thread that spins at the end of a parallel region takes the core from the one it waits for.
         env["OMP_WAIT_POLICY"] = "passive"
+    else:
+        env["OMP_PROC_BIND"] = "true"  # a thread a core; unbound, two of them meet on one now and then
     return env
 
 
