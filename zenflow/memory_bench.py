@@ -22,11 +22,11 @@ CHANNELS = 4096
 HYPER = np.array([[1e-5, 0.9, 0.999, 1e-8, 0.01]] * 4)
 
 
-def triad(threads: int, n_bytes: int = 256 << 20, streaming: bool | None = None) -> float:
+def triad(threads: int, n_bytes: int = 1 << 30, streaming: bool | None = None) -> float:
     """GB/s of `a[i] = b[i] + s * c[i]`, fp32, 12 bytes an element, the best of several runs.
 
-    n_bytes: of each of the three arrays, a multiple of 64; several times the caches. streaming: whether stores go past
-    the caches, None for the faster way. RuntimeError without the compiled pass.
+    n_bytes: of each of the three arrays, a multiple of 64; several times the caches, of which a server has 300 MB.
+    streaming: whether stores go past the caches, None for the faster way. RuntimeError without the compiled pass.
     """
     if n_bytes < 64 or n_bytes % 64:
         raise ValueError(f"n_bytes must be a positive multiple of 64, got {n_bytes}")
@@ -43,7 +43,7 @@ def triad(threads: int, n_bytes: int = 256 << 20, streaming: bool | None = None)
 
 
 def pass_bandwidth(
-    threads: int, n_parameters: int = 1 << 26, dtype: str = "bfloat16", per_channel: bool = True
+    threads: int, n_parameters: int = 1 << 27, dtype: str = "bfloat16", per_channel: bool = True
 ) -> float:
     """GB/s of the pass with one gradient a window, ring and weights of `dtype`: 28 bytes a parameter for 16-bit types.
 
