@@ -95,7 +95,9 @@ def test_without_the_compiled_pass(
 
 
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
-def test_slots_invert_the_owners(channel_dim: str, device: str, build: Builder) -> None:
+def test_slots_invert_the_owners_and_the_worker_keeps_no_moments_of_theirs(
+    channel_dim: str, device: str, build: Builder
+) -> None:
     parameters = make_parameters(SHAPES, torch.bfloat16, device)
     engine = build(parameters, **SETTINGS, channel_dim=channel_dim)
     for grads in make_gradients(SHAPES, torch.bfloat16, 6):
@@ -107,6 +109,9 @@ def test_slots_invert_the_owners(channel_dim: str, device: str, build: Builder) 
                 assert owners.numel() == record.n_selected and bool((owners[1:] > owners[:-1]).all())
                 assert slot[owners].tolist() == list(range(len(owners)))
                 assert int((slot >= 0).sum()) == len(owners)
+                engine._pipeline.wait_for_worker()
+                for moment in record.host[1:]:
+                    assert not moment.index_select(1 if channel_dim == "column" else 0, owners).any()
 
 
 def state_with_a_stranger(build: Builder, device: str, stream: list[Any], **settings: Any) -> dict[str, Any]:
