@@ -82,9 +82,9 @@ def usable_gradient(record: ParamRecord) -> Tensor | None:
         return None
     if grad.layout != torch.strided:
         raise ValueError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
-    if grad.dtype != record.weight.dtype or grad.device != record.weight.device:
+    if grad.dtype is not record.dtype or grad.device != record.device:
         raise ValueError(
             f"{record.name} has a gradient of {grad.dtype} on {grad.device}; "
-            f"allowed is {record.weight.dtype} on {record.weight.device}"
+            f"allowed is {record.dtype} on {record.device}"
         )
     return grad if grad.is_contiguous() else grad.contiguous()

@@ -84,10 +84,13 @@ class ParamRecord:
     owned: bool = True  # False until the first selection
     untouched: bool = False  # the worker's master is the weight itself, its moments and t are zero
     version: int = 0  # the parameter's autograd version when its bits were last known
-    address: int = field(init=False)  # of the weight
+    # The weight's, at hand for what looks through all parameters in every step.
+    address: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        self.address = self.weight.data_ptr()
+        self.address, self.dtype, self.device = self.weight.data_ptr(), self.weight.dtype, self.weight.device
 
     @property
     def is_foreign(self) -> bool:

@@ -128,11 +128,15 @@ class Table:
         addresses = [0] * len(grads)
         for number, grad in enumerate(grads):
             if grad is not None:
-                if grad.dtype is not self.weight_dtype or not grad.is_contiguous() or grad.device != self.device:
+                address = addresses[number] = grad.data_ptr()
+                good = grad.is_contiguous() and grad.numel() == self._numels[number]
+                # Memory that was a good gradient in the last step lies on this device.
+                if (
+                    not good
+                    or grad.dtype is not self.weight_dtype
+                    or (address != self._addresses[number] and grad.device != self.device)
+                ):
                     raise self._refused(number, grad)
-                if grad.numel() != self._numels[number]:
-                    raise self._refused(number, grad)
-                addresses[number] = grad.data_ptr()
         self.grads = list(grads)
         if addresses == self._addresses:
             return  # torch's allocator mostly gives the same memory again
