@@ -13,15 +13,19 @@ if TYPE_CHECKING:
     from zenflow.config import ZenFlowConfig
     from zenflow.optimizer import ChannelState, ZenFlow
     from zenflow.stats import Stats
+    from zenflow.telemetry import StepRecord
+    from zenflow.trace import Tracer
 
 _HOME = {
     "ChannelState": "zenflow.optimizer",
     "Stats": "zenflow.stats",
+    "StepRecord": "zenflow.telemetry",
+    "Tracer": "zenflow.trace",
     "WorkerError": "zenflow.client",
     "ZenFlow": "zenflow.optimizer",
     "ZenFlowConfig": "zenflow.config",
 }
-__all__ = ["ChannelState", "Stats", "WorkerError", "ZenFlow", "ZenFlowConfig"]
+__all__ = ["ChannelState", "Stats", "StepRecord", "Tracer", "WorkerError", "ZenFlow", "ZenFlowConfig"]
 
 
 def __getattr__(name: str) -> Any:

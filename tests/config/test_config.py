@@ -24,11 +24,15 @@ BAD = {
     "overlap_step": ["true", "auto", 1, 0, None, 0.0],
     "channel_dim": ["columns", 0, 1, None, True],
     "importance": ["squared", "abs", None, 2],
-    "deferred_rule": ["replay", None, True],
+    "deferred_rule": ["replayed", "replay", None, True],
     "deferred_lr_scale": [0, 0.0, -1, NAN, INF, True, "sqrt", None, "2.0"],
     "on_reselect": ["keep", None, False],
     "min_deferred_numel": [-1, 4096.0, True, "auto", None],
+    "accumulate_on": ["cpu", "auto", None, True, 0],
     "ring_dtype": ["float16", "fp32", None, np.float32, 32],
+    "upload": ["backwards", "forward", "auto", None, True],
+    "upload_check": ["true", "auto", 1, 0, None],
+    "backward_passes_per_step": [0, -1, 2.0, True, "auto", NAN],
     "bucket_bytes": [0, -1, 0.5, True, "auto", None],
     "max_grad_norm": [0, 0.0, -1.0, NAN, INF, True, "auto", 10**400],
     "worker_threads": [0, -2, 1.0, True, "all", None],
@@ -50,7 +54,11 @@ GOOD = {
     "deferred_lr_scale": ["linear", "none", 2, 0.5, np.float64(1.5)],
     "on_reselect": ["migrate", "reset"],
     "min_deferred_numel": [0, 1, np.int64(4096)],
+    "accumulate_on": ["gpu", "host"],
     "ring_dtype": ["auto", "float32", "bfloat16"],
+    "upload": ["backward", "step"],
+    "upload_check": [True, False, np.bool_(True)],
+    "backward_passes_per_step": [None, 1, np.int64(8)],
     "bucket_bytes": [1, 2**40],
     "max_grad_norm": [None, 1, 1e-3, np.float32(0.5)],
     "worker_threads": ["auto", 1, 64],
@@ -98,13 +106,37 @@ def test_defaults_are_the_documented_ones():
         "deferred_lr_scale": "linear",
         "on_reselect": "migrate",
         "min_deferred_numel": 4096,
+        "accumulate_on": "gpu",
         "ring_dtype": "auto",
+        "upload": "backward",
+        "upload_check": True,
+        "backward_passes_per_step": None,
         "bucket_bytes": 67108864,
         "max_grad_norm": None,
         "worker_threads": "auto",
         "core_binding": "auto",
         "pt_reserved_cores_perc": 0.25,
     }
+
+
+@pytest.mark.parametrize("rule", ["accumulate", "replay"])
+def test_on_the_host_both_rules_are_allowed(rule):
+    config = ZenFlowConfig(accumulate_on="host", deferred_rule=rule)
+    assert (config.accumulate_on, config.deferred_rule, config.ring_dtype) == ("host", rule, "auto")
+
+
+def test_replay_without_the_host_s_gradients_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^deferred_rule is 'replay'; allowed: .*accumulate_on='host', which is 'gpu'"
+    ):
+        ZenFlowConfig(deferred_rule="replay", accumulate_on="gpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_ring_of_raw_gradients_has_their_dtype(dtype):
+    assert ZenFlowConfig(ring_dtype=dtype).ring_dtype == dtype
+    with pytest.raises(ValueError, match=rf"^ring_dtype is '{dtype}'; allowed: 'auto' under accumulate_on='host'"):
+        ZenFlowConfig(accumulate_on="host", ring_dtype=dtype)
 
 
 def test_unknown_field_is_named():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +14,13 @@ import pytest
 import wandb
 
 import experiments.train
+import zenflow
 import zenflow.training.run as run_module
+from zenflow.telemetry import StepRecord
 
 ROOT = Path(experiments.train.__file__).resolve().parents[1]
 SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
+ENGINE_PART = {item.name for item in dataclasses.fields(StepRecord)} - {"step", "seconds", "staleness"}
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 
 
@@ -32,7 +37,9 @@ def test_smoke_runs_the_whole_path(command):
     ]
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 17))
-    assert {"lr", "grad_norm", "tokens", "seconds", "stall_seconds"} <= steps[0].keys()
+    assert {"lr", "grad_norm", "tokens", "seconds", *ENGINE_PART} <= steps[0].keys()
+    # Windows of 4 steps; the windows that end with a selection, at 8 and 16, have no delay, and before them nothing is due.
+    assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == {8: 0, 16: 0}
     assert [record["step"] for record in outcome.metrics() if "validation_loss" in record] == [0, 8, 16]
     summary = outcome.summary()
     assert summary["validation_loss_after"] < summary["validation_loss_before"] - 0.5
@@ -45,6 +52,8 @@ def test_smoke_runs_the_whole_path(command):
 def test_the_comparison_engines_run(command, engine):
     outcome = command(*SMOKE, f"engine={engine}")
     assert outcome.code == 0
+    steps = [record for record in outcome.metrics() if "loss" in record]
+    assert [bool(ENGINE_PART & line.keys()) for line in steps] == [engine == "zero_offload"] * 4
     assert outcome.summary()["validation_loss_after"] < outcome.summary()["validation_loss_before"]
 
 
@@ -70,6 +79,73 @@ def test_bfloat16_weights_and_accumulation_run(command):
     assert outcome.code == 0
     assert outcome.config()["model"]["dtype"] == "bfloat16"
     assert outcome.summary()["tokens"] == 4 * 2 * 4 * 64
+
+
+def test_each_step_s_traffic_is_in_its_own_line(command):
+    """Windows of 2 steps without selections after the first: down at a window's end, up one window later."""
+    outcome = command(*SMOKE, "steps=7", "engine.update_interval=2", "engine.upload=step", "log_every=100")
+    steps = [record for record in outcome.metrics() if "loss" in record]
+    moved = [(line["bytes_to_host"] > 0, line["bytes_to_device"] > 0) for line in steps[1:]]
+    assert moved == [(True, False), (False, False), (True, True), (False, False), (True, True), (False, False)]
+    assert [line.get("staleness") for line in steps] == [None, None, None, 1, None, 1, None]
+
+
+def test_a_failing_step_loses_no_line(command, monkeypatch):
+    step = zenflow.ZenFlow.step
+
+    def fail(optimizer):
+        if optimizer.stats().steps == 6:
+            raise RuntimeError("no seventh step")
+        step(optimizer)
+
+    monkeypatch.setattr(zenflow.ZenFlow, "step", fail)
+    outcome = command(*SMOKE, "steps=16", "log_every=100")
+    assert outcome.code == 1 and "no seventh step" in outcome.out + outcome.err
+    steps = [record for record in outcome.metrics() if "loss" in record]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line.keys() >= ENGINE_PART for line in steps)
+
+
+def test_a_trace_of_some_steps_and_its_picture(command):
+    outcome = command(*SMOKE, "steps=12", "trace=some.json", "trace_steps=[5,8]")
+    assert outcome.code == 0
+    events = json.loads((outcome.folder / "some.json").read_text())["traceEvents"]
+    assert len([event for event in events if event["name"] == "optimizer step"]) == 4
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {
+        "GPU compute",
+        "copy to ring",
+        "CPU optimizer",
+    }
+    assert (outcome.folder / "some.png").read_bytes().startswith(b"\x89PNG")
+    assert "under GPU compute" in outcome.out
+    assert [line["step"] for line in outcome.metrics() if "loss" in line] == list(range(1, 13))
+
+
+def test_gradients_on_the_host_train(command):
+    """The same windows, summed by the CPU optimizer, give the same losses; replay gives others."""
+    settings = (*SMOKE, "steps=12", "engine.min_deferred_numel=64")
+    losses = []
+    for number, rule in enumerate(
+        ("", "engine.accumulate_on=host", "engine.accumulate_on=host engine.deferred_rule=replay")
+    ):
+        outcome = command(*settings, *rule.split(), folder=Path(f"run-{number}").absolute())
+        assert outcome.code == 0
+        losses.append([record["loss"] for record in outcome.metrics() if "loss" in record])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] != losses[0] and losses[2][-1] < losses[2][0]
+
+
+def test_the_help_says_what_a_run_leaves(command):
+    outcome = command("--help")
+    assert [word for word in (*ENGINE_PART, "staleness", "trace.json", "trace_steps") if word not in outcome.out] == []
+
+
+def test_a_sweep_with_a_typo_leaves_nothing(command, tmp_path):
+    (tmp_path / "kept").mkdir()
+    for folder in (tmp_path / "out" / "sweep", tmp_path / "kept"):
+        outcome = command("-m", *SMOKE, "engine.topk_ration=0.1,0.2", folder=folder)
+        assert outcome.code == 1 and "did you mean topk_ratio" in outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_the_recorded_configuration_holds_resolved_values(command):  # F10

@@ -40,6 +40,12 @@ def test_every_option_composes(choice):
     assert isinstance(composed(choice), TrainConfig)
 
 
+def test_the_engine_s_file_lists_every_field_with_its_default():
+    listed = OmegaConf.to_container(OmegaConf.load(CONF / "engine" / "zenflow.yaml"))
+    del listed["defaults"]
+    assert listed == plain(ZenFlowEngine())
+
+
 def test_the_engines_are_what_their_names_say():
     offload = composed("engine=zero_offload").engine
     assert (offload.topk_ratio, offload.update_interval, offload.overlap_step) == (0, 1, False)
@@ -98,6 +104,24 @@ def test_a_typo_a_type_or_an_unknown_word_is_one_sentence_when_composed(override
         ("model=minilm", ["no labels", "model.kind=encoder"]),
         ("data=snippets", ["has labels", "model=minilm"]),
         ("data.max_length=100000000", ["data.max_length=100000000", "tokens"]),
+        ("engine.deferred_rule=replay", ["engine.deferred_rule", "replay", "accumulate_on='host'"]),
+        ("engine.accumulate_on=host engine.ring_dtype=float32", ["engine.ring_dtype", "float32", "auto"]),
+        ("engine.backward_passes_per_step=0", ["engine.backward_passes_per_step", "0", ">= 1"]),
+        ("trace=there/trace.json", ["trace", "there/trace.json", ".json"]),
+        ("trace=trace.txt", ["trace", "trace.txt", ".json"]),
+        ("trace=summary.json", ["trace", "summary.json", "none of the run's own"]),
+        ("trace=loss.json", ["trace", "loss.json", "none of the run's own"]),
+        ("trace=trace.json trace_steps=[5,17]", ["trace_steps", "[5, 17]", "steps=16"]),
+        ("trace=trace.json trace_steps=[0,2]", ["trace_steps", "[0, 2]"]),
+        ("trace=trace.json trace_steps=[3,2]", ["trace_steps", "[3, 2]"]),
+        ("trace=trace.json trace_steps=[3]", ["trace_steps", "[3]"]),
+        ("trace=trace.json engine=adamw", ["trace", "engine=adamw", "null"]),
+        ("data=null", ["data=null", "no option", "--help"]),
+        ("model=1", ["model=1", "no option"]),
+        ("experiment=null", ["experiment=null", "no option"]),
+        ("engine.upload=later", ["later", "backward", "step"]),
+        ("engine.upload_check=maybe", ["engine.upload_check", "maybe"]),
+        ("engine.accumulate_on=disk", ["disk", "gpu", "host"]),
     ],
 )
 def test_a_bad_value_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):

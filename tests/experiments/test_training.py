@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import types
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from zenflow.telemetry import StepRecord
 from zenflow.training.data import Dataset, Order, Stream
 from zenflow.training.engines import AdamW, Report
 from zenflow.training.loop import Loop, learning_rate
-from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise
+from zenflow.training.metrics import Evaluation, History, Recorder, StepTimer, Subject, engine_part, summarise, table
 from zenflow.training.models import Classifier, PretrainedTokenizer, TinyModel, locate_model
 from zenflow.training.schema import (
     ModelConfig,
@@ -44,6 +47,9 @@ class Frozen:
     def report(self) -> Report:
         return Report(grad_norm=1.0)
 
+    def records(self, wait: bool = False) -> None:
+        pass
+
 
 def stream(samples: int, length: int = 8) -> Stream:
     generator = torch.Generator().manual_seed(1)
@@ -54,9 +60,8 @@ def run_loop(tmp_path, config: TrainConfig) -> tuple[Frozen, History]:
     torch.manual_seed(0)
     model = TinyModel(width=16, layers=1, heads=2, max_length=8)
     engine, timer = Frozen(model), StepTimer(CPU)
-    recorder = Recorder(tmp_path, timer, config.log_every or 1, None)
-    Loop(config, model, Dataset(stream(40), stream(6), None), engine, recorder, timer).run()
-    recorder.close()
+    with Recorder(tmp_path, timer, engine, config.log_every or 1, None) as recorder:
+        Loop(config, model, Dataset(stream(40), stream(6), None), engine, recorder, timer).run()
     return engine, recorder.history
 
 
@@ -77,6 +82,115 @@ def test_every_step_is_recorded_once_however_rarely_the_device_is_read(tmp_path,
     _, history = run_loop(tmp_path, TrainConfig(steps=7, batch_size=2, log_every=log_every, evaluate_every=3))
     assert len(history.losses) == len(history.seconds) == len(history.tokens) == 7
     assert [point.step for point in history.evaluations] == [0, 3, 6, 7]
+
+
+def step_record(step: int, **changes) -> StepRecord:
+    values = {
+        "step": step,
+        "seconds": None if step == 1 else 9.0,
+        "compute_seconds": None if step == 1 else 8.0,
+        "optimizer_seconds": 0.25,
+        "stall_seconds": 0.125,
+        "selection_seconds": 0.0,
+        "host_seconds": 0.0625,
+        "host_wait_seconds": 0.03125,
+        "bytes_to_host": 100 + step,
+        "bytes_to_device": 200 + step,
+        "worker_busy_seconds": 0.5,
+        "ring_occupancy": 0.75,
+        "staleness": 1 if step % 4 == 0 else None,
+    }
+    return StepRecord(**values | changes)
+
+
+class Late:
+    """An engine whose records come `delay` steps late, unless they are waited for; it may refuse to tell them."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay, self.steps, self.told, self.broken = delay, 0, 0, False
+
+    def report(self) -> Report:
+        return Report(grad_norm=float(self.steps), skipped_steps=0)
+
+    def records(self, wait: bool = False) -> list[StepRecord]:
+        if self.broken:
+            raise RuntimeError("a step was broken off")
+        first, self.told = self.told + 1, max(self.told, self.steps - (0 if wait else self.delay))
+        return [step_record(step) for step in range(first, self.told + 1)]
+
+
+def record_steps(folder, engine: Late, steps: int, log_every: int, fails: bool = False, evaluate_at: int = 0) -> None:
+    timer = StepTimer(CPU)
+    with (
+        pytest.raises(ArithmeticError) if fails else nullcontext(),
+        Recorder(folder, timer, engine, log_every, None) as recorder,
+    ):
+        for number in range(1, steps + 1):
+            timer.start()
+            timer.stop()
+            engine.steps = number
+            recorder.step(number, torch.tensor(float(number)), 0.5, 10, last=number == steps and not fails)
+            if number == evaluate_at:
+                recorder.evaluation(Evaluation(number, 1.0, None))
+        if fails:
+            raise ArithmeticError
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
+@pytest.mark.parametrize("log_every", [1, 3, 100])
+@pytest.mark.parametrize("delay", [0, 1, 5, 100])
+def test_each_line_holds_its_own_step_s_record_however_late_that_comes(tmp_path, delay, log_every, fails):
+    record_steps(tmp_path, Late(delay), 11, log_every, fails)
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == list(range(1, 12))
+    for line in written:
+        step = line["step"]
+        assert line["loss"] == step and line["tokens"] == 10 * step and line["batch_tokens"] == 10
+        assert (line["bytes_to_host"], line["bytes_to_device"]) == (100 + step, 200 + step)
+        assert line.get("staleness") == (1 if step % 4 == 0 else None)
+        assert line.get("grad_norm") in (None, step)
+
+
+def test_a_line_that_waits_for_its_record_comes_before_the_evaluation(tmp_path):
+    record_steps(tmp_path, Late(100), 4, 3, evaluate_at=2)
+    assert [(line["step"], "loss" in line, line["tokens"]) for line in lines(tmp_path)] == [
+        (1, True, 10),
+        (2, True, 20),
+        (2, False, 20),
+        (3, True, 30),
+        (4, True, 40),
+    ]
+
+
+def test_an_engine_that_broke_off_in_a_step_costs_its_part_of_the_lines_only(tmp_path, caplog):
+    engine, timer = Late(2), StepTimer(CPU)
+    with pytest.raises(ArithmeticError), Recorder(tmp_path, timer, engine, 3, None) as recorder:
+        for engine.steps in (1, 2, 3, 4):
+            timer.start()
+            timer.stop()
+            recorder.step(engine.steps, torch.tensor(1.0), 0.5, 10, last=False)
+        engine.broken = True
+        raise ArithmeticError
+    assert [(line["step"], "bytes_to_host" in line) for line in lines(tmp_path)] == [
+        (1, True),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+    assert "not complete: a step was broken off" in caplog.text
+
+
+def test_the_floor_part_is_the_step_s_own_time_less_the_optimizer_s():
+    """An evaluation between two steps is in the record's own times and in no step's."""
+    part = engine_part(step_record(2), seconds=1.0)
+    assert part["compute_seconds"] == 1.0 - 0.25 - 0.125
+    assert "seconds" not in part and "step" not in part and "staleness" not in part
+    assert engine_part(step_record(1), seconds=0.25)["compute_seconds"] == 0
+    assert engine_part(step_record(4), seconds=1.0)["staleness"] == 1
 
 
 def test_the_first_loss_is_the_model_s_own(tmp_path):  # B16, the loop's half
@@ -174,7 +288,12 @@ def test_the_table_s_figures_come_from_the_steps():
         losses=[2.0, 1.0, 1.0, 1.0],
         seconds=[4.0, 1.0, 1.0, 2.0],
         tokens=[10] * 4,
-        report=Report(grad_norm=1.0, stall_seconds=0.8, bytes_to_host=800, worker_busy_seconds=2.0),
+        engine=[
+            engine_part(step_record(step, optimizer_seconds=o), 1.0) for step, o in ((1, 0.5), (2, 0.125), (3, 0.375))
+        ],
+        report=Report(
+            grad_norm=1.0, stall_seconds=0.8, host_wait_seconds=0.4, bytes_to_host=800, worker_busy_seconds=2.0
+        ),
     )
     history.evaluations = [types.SimpleNamespace(loss=2.0, accuracy=0.5), types.SimpleNamespace(loss=1.0, accuracy=0.9)]
     subject = Subject("m", "d", "zenflow", "cpu", 100, 400, 0.1, 4)
@@ -183,3 +302,23 @@ def test_the_table_s_figures_come_from_the_steps():
     assert summary["step_seconds_median"] == 1.5 and summary["train_loss_last"] == 1.25
     assert summary["stall_share"] == pytest.approx(0.1) and summary["bytes_to_host_per_step"] == 200
     assert summary["worker_busy_share"] == 0.25
+    # The first step compiles and selects.
+    assert summary["optimizer_seconds_per_step"] == 0.25 and summary["compute_seconds_per_step"] == 0.625
+    assert summary["host_wait_seconds_per_step"] == pytest.approx(0.1) and summary["ring_occupancy"] == 0.75
+    assert summary["m_to_host_per_step"] == 0.5 and summary["m_to_device_per_step"] == 0
+    told = table(summary)
+    for words in (
+        "floor part",
+        "625.0 ms",
+        "optimizer",
+        "250.0 ms",
+        "stall",
+        "200.0 ms",
+        "host wait",
+        "100.0 ms",
+        "0.50 M",
+    ):
+        assert words in told
+    history.engine.clear()
+    assert summarise(subject, history)["compute_seconds_per_step"] is None
+    assert "floor part" not in table(summarise(subject, history))

@@ -59,6 +59,7 @@ def check(config: TrainConfig, folder: Path) -> None:
         zenflow_config(config.engine, config.optimizer, steps_per_epoch=1)
     elif not isinstance(config.engine, AdamWEngine):
         raise InputError("No engine was chosen; allowed: a ZenFlowEngine or an AdamWEngine.")
+    _check_trace(config)
     if is_classification(config.data) != (config.model.kind is ModelKind.encoder):
         raise InputError(_mismatch(config))
     locate(config.data)
@@ -72,6 +73,23 @@ def _check_values(config: TrainConfig) -> None:
             value = getattr(value, part)
         if not within(value):
             raise InputError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+def _check_trace(config: TrainConfig) -> None:
+    name, chosen = config.trace, list(config.trace_steps)
+    if name is None:
+        return
+    path = Path(name)
+    if path.name != name or path.suffix != ".json" or {name, path.with_suffix(".png").name} & set(OUTPUTS):
+        raise InputError(
+            f"trace is {name!r}; allowed: null or a file's name that ends in .json and is none of the run's own."
+        )
+    if isinstance(config.engine, AdamWEngine):
+        raise InputError(f"trace is {name!r}; allowed with engine=adamw: null.")
+    if len(chosen) != 2 or not 1 <= chosen[0] <= chosen[1] <= config.steps:
+        raise InputError(
+            f"trace_steps is {chosen}; allowed: the first and the last step to record, from 1 to steps={config.steps}."
+        )
 
 
 def _check_writable(folder: Path) -> None:

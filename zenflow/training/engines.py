@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
 from torch.nn import Parameter
 
 from zenflow.config import ZenFlowConfig
+from zenflow.telemetry import StepRecord
 from zenflow.training.errors import InputError
 from zenflow.training.schema import AdamWEngine, EngineConfig, OptimizerConfig, ZenFlowEngine, plain
 
@@ -23,13 +27,18 @@ class Report:
     windows: int = 0
     selections: int = 0
     stall_seconds: float = 0.0
+    host_wait_seconds: float = 0.0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
     worker_busy_seconds: float = 0.0
 
 
 class Engine(Protocol):
-    """The part of `torch.optim.Optimizer` that a loop needs, and an end."""
+    """The part of `torch.optim.Optimizer` that a loop needs, what it did, and an end.
+
+    `records` gives each step's record once, as soon as the device has passed the step (`wait` waits for that), and None
+    where the engine keeps none. `trace` records the steps inside its block.
+    """
 
     param_groups: list[dict[str, Any]]
 
@@ -37,6 +46,8 @@ class Engine(Protocol):
     def zero_grad(self) -> None: ...
     def flush(self) -> None: ...
     def report(self) -> Report: ...
+    def records(self, wait: bool = False) -> list[StepRecord] | None: ...
+    def trace(self, path: Path) -> AbstractContextManager[object]: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
@@ -78,6 +89,12 @@ class AdamW:
     def report(self) -> Report:
         return Report(grad_norm=float(self._norm))
 
+    def records(self, wait: bool = False) -> None:
+        """It keeps none."""
+
+    def trace(self, path: Path) -> AbstractContextManager[object]:
+        raise InputError("This engine has no trace; allowed with engine=adamw: trace=null.")
+
     def __enter__(self) -> Self:
         return self
 
@@ -93,6 +110,7 @@ class ZenFlowRun:
 
         self._optimizer = ZenFlow(params, config=config, **settings)
         self.param_groups = self._optimizer.param_groups
+        self._last_record = 0  # the step whose record was given out last
 
     def step(self) -> None:
         self._optimizer.step()
@@ -106,6 +124,16 @@ class ZenFlowRun:
     def report(self) -> Report:
         stats = self._optimizer.stats()
         return Report(**{item.name: getattr(stats, item.name) for item in fields(Report)})
+
+    def records(self, wait: bool = False) -> list[StepRecord]:
+        """The records that have become known since the last call, oldest first."""
+        known = self._optimizer.records(wait)
+        new = list(takewhile(lambda record: record.step > self._last_record, reversed(known)))[::-1]
+        self._last_record = new[-1].step if new else self._last_record
+        return new
+
+    def trace(self, path: Path) -> AbstractContextManager[object]:
+        return self._optimizer.trace(path)
 
     def __enter__(self) -> Self:
         return self

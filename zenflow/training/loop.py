@@ -6,7 +6,8 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +36,22 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class Loop:
-    """One run's steps. `model` and `engine` are on `device`; the order of the samples follows from the seed."""
+    """One run's steps. `model` and `engine` are on one device; the order of the samples follows from the seed.
+
+    The steps from `trace_steps[0]` to `trace_steps[1]` are recorded in the file `trace`, if there is one.
+    """
 
     def __init__(
-        self, config: TrainConfig, model: nn.Module, data: Dataset, engine: Engine, recorder: Recorder, timer: StepTimer
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        data: Dataset,
+        engine: Engine,
+        recorder: Recorder,
+        timer: StepTimer,
+        trace: Path | None = None,
     ) -> None:
-        self._config, self._model, self._data = config, model, data
+        self._config, self._model, self._data, self._trace = config, model, data, trace
         self._engine, self._recorder, self._timer = engine, recorder, timer
         self._device = next(model.parameters()).device
         self._order = Order(len(data.train), config.seed)
@@ -50,9 +61,14 @@ class Loop:
         """All steps, with an evaluation before the first, after the last, and every `evaluate_every`."""
         steps, every = self._config.steps, self._config.evaluate_every
         self._evaluate(0)
-        with _progress(steps) as bar:
+        first, last = self._config.trace_steps if self._trace is not None else (0, 0)
+        with _progress(steps) as bar, ExitStack() as tracing:
             for number in range(1, steps + 1):
+                if number == first:
+                    tracing.enter_context(self._engine.trace(self._trace))
                 self._step(number)
+                if number == last:
+                    tracing.close()
                 self._report_progress(bar, number)
                 if every and number % every == 0 and number < steps:
                     self._evaluate(number)
@@ -77,7 +93,7 @@ class Loop:
         self._engine.step()
         self._engine.zero_grad()
         self._timer.stop()
-        self._recorder.step(number, loss, lr, tokens, self._engine, last=number == config.steps)
+        self._recorder.step(number, loss, lr, tokens, last=number == config.steps)
 
     def _forward(self, batch: Batch) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.autocast):

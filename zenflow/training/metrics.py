@@ -7,13 +7,16 @@ import logging
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from zenflow.telemetry import StepRecord
 from zenflow.training.engines import Engine, Report
 
 log = logging.getLogger(__name__)
@@ -30,11 +33,15 @@ class Evaluation:
 
 @dataclass
 class History:
-    """Everything that was recorded, for the table and the plot. Losses and seconds have one entry a step."""
+    """Everything that was recorded, for the table and the plot. Losses and seconds have one entry a step.
+
+    `engine` has one for each step of which the engine keeps a record: `engine_part`.
+    """
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    engine: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     report: Report = field(default_factory=lambda: Report(grad_norm=math.nan))
 
@@ -73,58 +80,125 @@ class StepTimer:
         return seconds
 
 
-class Recorder:
-    """Writes each step once. Losses stay on the device until every `log_every`-th step, when all are read together.
+@dataclass(frozen=True)
+class _Step:
+    """A step whose loss is still on the device; `seen` are the tokens up to its end."""
 
-    The engine's figures are read then too: `grad_norm` is that step's, `stall_seconds` what was added since.
+    number: int
+    loss: Tensor
+    lr: float
+    tokens: int
+    seen: int
+
+
+class Recorder:
+    """Writes every step once and in order, when all of it is known.
+
+    Losses and times are read at every `log_every`-th step and before an evaluation, which wait for the device anyway;
+    `grad_norm` and `skipped_steps` are those of the step at which they are read. The engine's record of a step comes
+    when the device has passed it, and its line waits for that. A context, to be left before the engine ends: a run that
+    fails keeps the steps that it has finished, at worst without the engine's part.
     """
 
-    def __init__(self, folder: Path, timer: StepTimer, log_every: int, tracker: Any | None) -> None:
+    def __init__(self, folder: Path, timer: StepTimer, engine: Engine, log_every: int, tracker: Any | None) -> None:
         self.history = History()
-        self._file = open(folder / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._timer, self._log_every, self._tracker = timer, log_every, tracker
-        self._waiting: list[tuple[int, Tensor, float, int]] = []
+        self._file = open(folder / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        self._timer, self._engine, self._log_every, self._tracker = timer, engine, log_every, tracker
+        self._unread: list[_Step] = []
+        self._lines: deque[dict[str, Any]] = deque()  # read, and waiting for the engine's record
+        self._records: dict[int, StepRecord] | None = {}  # by step; None where the engine keeps none
         self._tokens = 0
 
-    def step(self, number: int, loss: Tensor, lr: float, tokens: int, engine: Engine, *, last: bool) -> None:
+    def step(self, number: int, loss: Tensor, lr: float, tokens: int, *, last: bool) -> None:
         """`loss` is a scalar on the device, `lr` the rate that this step applied, `tokens` the real ones in it."""
-        self._waiting.append((number, loss, lr, tokens))
+        self._tokens += tokens
+        self._unread.append(_Step(number, loss, lr, tokens, self._tokens))
         if last or number % self._log_every == 0:
-            self._read(engine.report())
+            self._read(self._engine.report())
+        self._take_records()
+        self._write_lines()
 
     def evaluation(self, result: Evaluation) -> None:
         """One pass over the held-out samples."""
+        if self._unread:
+            self._read(self._engine.report())
+        self._take_records(wait=True)
+        self._write_lines()
         self.history.evaluations.append(result)
-        values = {"validation_loss": result.loss, "validation_accuracy": result.accuracy}
+        values = {"validation_loss": result.loss, "validation_accuracy": result.accuracy, "tokens": self._tokens}
         self._write({"step": result.step} | {name: value for name, value in values.items() if value is not None})
         accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.3f}"
         log.info("step %d: validation loss %.4f%s", result.step, result.loss, accuracy)
 
-    def close(self) -> None:
-        self._file.close()
+    def __enter__(self) -> Self:
+        return self
 
-    def _read(self, report: Report) -> None:
-        history, seconds = self.history, self._timer.read()
-        losses = torch.stack([loss for _, loss, _, _ in self._waiting]).tolist()
-        for (number, _, lr, tokens), loss, duration in zip(self._waiting, losses, seconds, strict=True):
-            history.losses.append(loss)
-            history.seconds.append(duration)
-            history.tokens.append(tokens)
-            self._tokens += tokens
-            record = {"step": number, "loss": loss, "lr": lr, "batch_tokens": tokens, "seconds": duration}
-            if number == self._waiting[-1][0]:
-                record["grad_norm"] = report.grad_norm
-                record["stall_seconds"] = report.stall_seconds - history.report.stall_seconds
-                record["skipped_steps"] = report.skipped_steps
-            self._write(record)
-        history.report = report
-        self._waiting.clear()
+    def __exit__(self, *_: object) -> None:
+        try:
+            # Each on its own: an engine that broke off in a step refuses, a device that failed has no losses any more.
+            for read in (self._read, partial(self._take_records, wait=True)):
+                try:
+                    read()
+                except Exception as error:
+                    log.warning("the last lines of metrics.jsonl are not complete: %s", error)
+            self._write_lines(incomplete=True)
+        finally:
+            self._file.close()
+
+    def _read(self, report: Report | None = None) -> None:
+        """Losses and times of the steps since the last reading; waits for the device."""
+        if not self._unread:
+            return
+        losses, seconds = torch.stack([step.loss for step in self._unread]).tolist(), self._timer.read()
+        # An interrupt between the timer and `step` leaves a time without a step.
+        for step, loss, duration in zip(self._unread, losses, seconds, strict=False):
+            self.history.losses.append(loss)
+            self.history.seconds.append(duration)
+            self.history.tokens.append(step.tokens)
+            line = {"step": step.number, "loss": loss, "lr": step.lr, "batch_tokens": step.tokens, "tokens": step.seen}
+            self._lines.append(line | {"seconds": duration})
+        self._unread.clear()
+        if report is not None:
+            self.history.report = report
+            self._lines[-1] |= {"grad_norm": report.grad_norm, "skipped_steps": report.skipped_steps}
+
+    def _take_records(self, wait: bool = False) -> None:
+        new = self._engine.records(wait)
+        if new is None:
+            self._records = None
+        elif self._records is not None:
+            self._records |= {record.step: record for record in new}
+
+    def _write_lines(self, incomplete: bool = False) -> None:
+        """All lines up to the first whose record is not known; with `incomplete`, that and the rest too."""
+        while self._lines:
+            line, record = self._lines[0], None
+            if self._records is not None:
+                record = self._records.pop(line["step"], None)
+                if record is None and not incomplete:
+                    return
+            self._lines.popleft()
+            if record is not None:
+                self.history.engine.append(engine_part(record, line["seconds"]))
+                line |= self.history.engine[-1]
+            self._write(line)
 
     def _write(self, record: dict[str, Any]) -> None:
-        record["tokens"] = self._tokens  # seen so far
         print(json.dumps(record), file=self._file, flush=True)
         if self._tracker is not None:
             self._tracker.log(record)
+
+
+def engine_part(record: StepRecord, seconds: float) -> dict[str, Any]:
+    """What a step's line says of the engine: the record's fields, less those that are None.
+
+    `compute_seconds` is forward and backward within `seconds`, the step's own time. The record's own would begin at the
+    end of the step before, and hold an evaluation that lies between.
+    """
+    kept = {item.name: getattr(record, item.name) for item in fields(record)}
+    del kept["step"], kept["seconds"]
+    kept["compute_seconds"] = max(0.0, seconds - record.optimizer_seconds - record.stall_seconds)
+    return {name: value for name, value in kept.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -142,7 +216,11 @@ class Subject:
 
 
 def summarise(subject: Subject, history: History) -> dict[str, Any]:
-    """The run's figures under plain names, None where there is none. Seconds, bytes, shares from 0 to 1."""
+    """The run's figures under plain names, None where there is none. Seconds, bytes, shares from 0 to 1.
+
+    Of `compute` (forward and backward) and `optimizer` the means are over all steps but the first, which compiles and
+    selects. Traffic is in bytes, and in M, the bytes of the weights.
+    """
     first, last = history.evaluations[0], history.evaluations[-1]
     steps, seconds, report = len(history.losses), sum(history.seconds), history.report
     ordered = sorted(history.seconds)
@@ -159,15 +237,26 @@ def summarise(subject: Subject, history: History) -> dict[str, Any]:
         "tokens_per_second": sum(history.tokens) / seconds,
         "step_seconds_median": statistics.median(ordered),
         "step_seconds_p95": ordered[math.ceil(0.95 * steps) - 1],
+        "compute_seconds_per_step": _mean(history, "compute_seconds"),
+        "optimizer_seconds_per_step": _mean(history, "optimizer_seconds"),
         "stall_seconds_per_step": report.stall_seconds / steps,
         "stall_share": report.stall_seconds / seconds,
+        "host_wait_seconds_per_step": report.host_wait_seconds / steps,
         "bytes_to_host_per_step": report.bytes_to_host / steps,
         "bytes_to_device_per_step": report.bytes_to_device / steps,
+        "m_to_host_per_step": report.bytes_to_host / steps / subject.weight_bytes,
+        "m_to_device_per_step": report.bytes_to_device / steps / subject.weight_bytes,
+        "ring_occupancy": _mean(history, "ring_occupancy"),
         "windows": report.windows,
         "selections": report.selections,
         "skipped_steps": report.skipped_steps,
         "worker_busy_share": report.worker_busy_seconds / seconds,
     }
+
+
+def _mean(history: History, name: str) -> float | None:
+    values = [part[name] for part in history.engine[1:] or history.engine]
+    return statistics.fmean(values) if values else None
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -200,12 +289,17 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    size = s["weight_bytes"]
-    down, up = s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
+    parts, down, up = [], s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
+    if s["compute_seconds_per_step"] is not None:
+        compute, optimizer = _seconds(s["compute_seconds_per_step"]), _seconds(s["optimizer_seconds_per_step"])
+        parts = [("floor part", f"{compute} a step (forward and backward)"), ("optimizer", f"{optimizer} a step")]
+    size = f"M = {s['weight_bytes'] / 1e6:.1f} MB of weights"
     return [
+        *parts,
         ("stall", f"{_seconds(s['stall_seconds_per_step'])} a step ({s['stall_share']:.1%})"),
-        ("to the host", f"{down / 1e6:.1f} MB a step ({down / size:.2f} M; M = {size / 1e6:.1f} MB of weights)"),
-        ("to the device", f"{up / 1e6:.1f} MB a step ({up / size:.2f} M)"),
+        ("host wait", f"{_seconds(s['host_wait_seconds_per_step'])} a step (the trainer's thread, for the worker)"),
+        ("to the host", f"{down / 1e6:.1f} MB a step ({s['m_to_host_per_step']:.2f} M; {size})"),
+        ("to the device", f"{up / 1e6:.1f} MB a step ({s['m_to_device_per_step']:.2f} M)"),
         ("windows", f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"),
         ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time"),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
 from zenflow.training.engines import build_engine, zenflow_config
@@ -98,12 +99,12 @@ def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
         tracker = _tracker(config, folder, prepared.record)
         if tracker is not None:
             stack.push(lambda kind, error, trace: tracker.finish(exit_code=0 if error is None else 1))
-        recorder = Recorder(folder, timer, prepared.record["log_every"], tracker)
-        stack.callback(recorder.close)
         engine = stack.enter_context(
             build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
         )
-        Loop(config, model, prepared.data, engine, recorder, timer).run()
+        recorder = stack.enter_context(Recorder(folder, timer, engine, prepared.record["log_every"], tracker))
+        trace = None if config.trace is None else folder / config.trace
+        Loop(config, model, prepared.data, engine, recorder, timer, trace).run()
     summary = summarise(_subject(prepared), recorder.history) | {
         "wandb_id": None if tracker is None else tracker.id,
         "torch": torch.__version__,
@@ -148,13 +149,22 @@ def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
-    if config.plot and find_spec("matplotlib") is not None:
+    draws = find_spec("matplotlib") is not None
+    if config.plot and draws:
         from zenflow.training.plot import save_plot
 
         save_plot(history, f"{config.name}: {summary['engine']}, {summary['model']}", folder / "loss.png")
-    elif config.plot:
-        log.info("no loss.png: matplotlib is not installed (the extra `plot`)")
+    if config.trace is not None:
+        _show_trace(folder / config.trace, draws)
+    if not draws and (config.plot or config.trace is not None):
+        log.info("no picture: matplotlib is not installed (the extra `plot`)")
     log.info("everything is in %s", folder)
+
+
+def _show_trace(trace: Path, draws: bool) -> None:
+    log.info("%s\n%s", trace.name, describe(overlap_summary(read_events(trace))))
+    if draws:
+        render(trace, trace.with_suffix(".png"))
 
 
 def _remove_if_empty(folder: Path) -> None:

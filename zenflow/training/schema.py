@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -143,7 +144,9 @@ class TrainConfig:
     autocast: bool = False  # bfloat16
     evaluate_every: int | None = None  # steps; always before the first and after the last
     log_every: int | None = None  # steps between two readings of the device; null: 10 on a GPU, 1 on a CPU
-    plot: bool = True
+    plot: bool = True  # loss.png, if matplotlib is there
+    trace: str | None = None  # file.json in the run's folder: what ran where in trace_steps, and a picture beside it
+    trace_steps: list[int] = field(default_factory=lambda: [5, 16])  # the first and the last
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -187,6 +190,8 @@ def run_command(job: Callable[[], None]) -> None:
     except Exception as error:
         if (sentence := explain(error)) is None:
             raise
+        if not isinstance(error, JobFailed):
+            _take_back_sweep()
         sys.exit(f"zenflow-train: {sentence}")
 
 
@@ -211,6 +216,31 @@ def run_job(train: Callable[..., float], cfg: DictConfig) -> float:
         sys.exit(f"zenflow-train: {error}" if known else 1)
 
 
+_sweep: Path | None = None  # the folder that the sweep which starts now will make
+
+
+def sweep_watch() -> Any:
+    """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
+    from hydra.experimental.callback import Callback
+
+    class Watch(Callback):
+        def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+            global _sweep
+            folder = Path(config.hydra.sweep.dir)
+            _sweep = None if folder.exists() else folder
+
+    return Watch()
+
+
+def _take_back_sweep() -> None:
+    """Remove what Hydra has made for a sweep of which no job ran."""
+    if _sweep is not None and [path.name for path in _sweep.glob("*")] in ([], ["multirun.yaml"]):
+        with suppress(OSError):
+            (_sweep / "multirun.yaml").unlink(missing_ok=True)
+            _sweep.rmdir()
+            _sweep.parent.rmdir()
+
+
 def explain(error: BaseException) -> str | None:
     """The sentence for an error that is the user's to mend, None for any other (which deserves its traceback)."""
     from hydra.errors import HydraException
@@ -221,10 +251,23 @@ def explain(error: BaseException) -> str | None:
     # The job's own errors never come here bare: this is Hydra making the run's folder or writing to it.
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} cannot be written ({error.strerror}); give another folder as hydra.run.dir."
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
+        return f"{_group_without_option()} names no option; zenflow-train --help lists the options of each group."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return _explain_key(cause)
     return _one_line(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else None
+
+
+def _group_without_option() -> str:
+    """The word on the command line that gives a group something that is no name, as `data=null` does."""
+    groups = [name for name, value in vars(TrainConfig()).items() if dataclasses.is_dataclass(value)]
+    groups += ["experiment", "debug"]
+    for word in sys.argv[1:]:
+        group, _, value = word.partition("=")
+        if group in groups and (value.lower() in ("null", "true", "false") or not value.isidentifier()):
+            return word
+    return "A group"
 
 
 def _explain_key(error: Any) -> str:
