@@ -2,65 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.engine.driving import Builder, Pair, feed, make_gradients, make_parameters
+from tests.engine.driving import Builder, Pair, assert_same_bits, differing, make_gradients, make_parameters, snapshot
+from tests.engine.simulation import Simulation
+from zenflow import ZenFlow
+from zenflow.pipeline import Pipeline
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(1024, 2048), (517, 1000), (64,)]
 SLOW = 50_000_000  # cycles: tens of milliseconds, longer than every copy of a window
+RULES: dict[str, dict[str, Any]] = {
+    "gpu": {},
+    "host": {"accumulate_on": "host"},
+    "replay": {"accumulate_on": "host", "deferred_rule": "replay"},
+}
+STREAMS: dict[str, Callable[[ZenFlow], torch.cuda.Stream]] = {
+    "copies": lambda engine: engine._pipeline.sender.stream,
+    "uploads": lambda engine: engine._pipeline.uploads.stream,
+    "compute": lambda engine: torch.cuda.current_stream(engine._pipeline.device),
+}
+
+
+def sleep_on(stream: torch.cuda.Stream, cycles: int = SLOW) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+
+
+def one_pass(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """A backward pass that hooks can see and that leaves copies of `grads`, all on the device."""
+    torch.autograd.backward(list(parameters), [grad.clone() for grad in grads])
 
 
 @contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever waits for the device, in torch or by name, fails."""
+
+    def waited(*_: object, **__: object) -> None:
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.Event, "synchronize", waited)
+        patch.setattr(torch.cuda.Stream, "synchronize", waited)
+        patch.setattr(torch.cuda, "synchronize", waited)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
-def test_a_step_that_does_not_select_never_synchronises(clip: float | None, build: Builder) -> None:
+def test_an_ordinary_step_never_synchronises(
+    clip: float | None, rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward, step and window's end, with uploads under backward. Two questions in all: the first selection's, and
+    that of the check in the first window that could upload."""
+    asked: list[int] = []
+    question = Pipeline._is_finite
+    monkeypatch.setattr(Pipeline, "_is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
     parameters = make_parameters(SHAPES, torch.bfloat16, "cuda")
-    engine = build(parameters, lr=0.01, topk_ratio=0.1, update_interval=3, select_interval=1000, max_grad_norm=clip)
-    for step, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 14), start=1):
-        feed(parameters, grads)
+    settings = {"topk_ratio": 0.1, "update_interval": 3, "select_interval": 1000, "max_grad_norm": clip}
+    engine = build(parameters, lr=0.01, **settings, **RULES[rule])
+    stream = [[grad.cuda() for grad in grads] for grads in make_gradients(SHAPES, torch.bfloat16, 15)]
+    for step, grads in enumerate(stream, start=1):
+        # What is measured is one step, not how far the host may run ahead of the worker.
+        engine._pipeline.wait_for_worker()
+        torch.cuda.synchronize()
+        waited = engine.stats().host_wait_seconds
         for group in engine.param_groups:
             group["lr"] = 0.01 / step
-        if step < 4:  # the first selection asks once; the first window's end compiles
+        if step <= 3 or step == 6:  # the first selection, the first window's end, which compiles, and the check
+            engine.zero_grad()
+            one_pass(parameters, grads)
             engine.step()
             continue
-        with no_synchronisation():
+        with no_synchronisation(monkeypatch):
+            engine.zero_grad()
+            one_pass(parameters, grads)
+            taken = engine._pipeline.uploads.in_transit
             engine.step()
+        assert taken == (step in (9, 12, 15))
+        assert engine.stats().host_wait_seconds == waited
+    assert asked == [1, 6]
+    assert engine.stats().skipped_steps == 0
 
 
-@pytest.mark.parametrize("slow", ["copies", "compute"])
+CASES = [("gpu", torch.bfloat16), ("gpu", torch.float32), ("host", torch.bfloat16), ("replay", torch.float32)]
+
+
+@pytest.mark.parametrize("slow", STREAMS)
 @pytest.mark.parametrize("overlap_step", [True, False], ids=["overlap", "no-overlap"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_slow_stream_changes_no_bit(slow: str, overlap_step: bool, dtype: torch.dtype, build: Builder) -> None:
-    """Fold after the last copy, copy after the fold, upload after the worker, own writes after the upload."""
-    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 6, "overlap_step": overlap_step}
-    pair = Pair(build, make_parameters(SHAPES, dtype, "cuda"), lr=0.02, bucket_bytes=1 << 20, **settings)
-    stream = pair.engine._pipeline._copies if slow == "copies" else torch.cuda.current_stream()
-    for grads in make_gradients(SHAPES, dtype, 9):
-        feed(pair.parameters, grads)
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(SLOW)
+@pytest.mark.parametrize(("rule", "dtype"), CASES, ids=["gpu-bf16", "gpu-fp32", "host-bf16", "replay-fp32"])
+def test_a_slow_stream_changes_no_bit(
+    slow: str, overlap_step: bool, rule: str, dtype: torch.dtype, build: Builder
+) -> None:
+    """Fold after the last copy, copy after the fold, upload after gradients and worker, own writes after the upload,
+    and the worker's next result only when the upload has left the shadow."""
+    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 10, "overlap_step": overlap_step}
+    settings |= {"bucket_bytes": 1 << 20, "upload_check": False, **RULES[rule]}
+    pair = Pair(build, make_parameters(SHAPES, dtype, "cuda"), lr=0.02, **settings)
+    stream = STREAMS[slow](pair.engine)
+    for number, grads in enumerate(make_gradients(SHAPES, dtype, 11), start=1):
+        sleep_on(stream)
+        one_pass_of(pair, grads)
+        assert pair.engine._pipeline.uploads.in_transit == (overlap_step and number in (4, 6, 8, 10))
         pair.step_on_grad()
     pair.check_state()
 
 
-def test_the_device_that_is_current_does_not_matter(build: Builder) -> None:
-    if torch.cuda.device_count() < 2:
+def one_pass_of(pair: Pair, grads: Sequence[Tensor]) -> None:
+    for parameter in pair.parameters:
+        parameter.grad = None
+    one_pass(pair.parameters, [grad.cuda() for grad in grads])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("upload", ["backward", "step"])
+def test_c2_a_forward_at_once_sees_one_whole_version(upload: str, rule: str, build: Builder) -> None:
+    """C2: the upload stream is slow, and the forward is queued right behind step(): never a mix of two versions."""
+    settings = {"topk_ratio": 0.3, "update_interval": 2, "upload": upload, "upload_check": False, **RULES[rule]}
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), lr=0.02, bucket_bytes=1 << 18, **settings)
+    for number, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 10), start=1):
+        before = [parameter.detach().clone() for parameter in pair.parameters]
+        sleep_on(pair.engine._pipeline.uploads.stream)
+        one_pass_of(pair, grads)
+        assert pair.engine._pipeline.uploads.in_transit == (upload == "backward" and number in (4, 6, 8, 10))
+        pair.model.step(grads)
+        pair.engine.step()
+        seen = [parameter.detach().clone() for parameter in pair.parameters]
+        for index, (now, old) in enumerate(zip(seen, before, strict=True)):
+            assert_same_bits(now, pair.model.visible(index), f"weight {index} in step {number}")
+            assert differing(now, old)
+
+
+@pytest.mark.parametrize("slow", [None, *STREAMS])
+@pytest.mark.parametrize("rule", ["gpu", "host"])
+def test_e15_a_thousand_rounds_through_two_slots(rule: str, slow: str | None, build: Builder) -> None:
+    """E15: a window a step, so that the two records of each bucket, and the lanes, are refilled a thousand times while
+    worker and streams are busy with them; every weight of every round is compared, and nothing waits in between."""
+    shapes = [(31, 40), (17, 64), (5, 5)]
+    settings = {"lr": 0.02, "topk_ratio": 0.2, "update_interval": 1, "select_interval": 5000, "bucket_bytes": 1024}
+    parameters = make_parameters(shapes, torch.bfloat16, "cuda")
+    pair = Pair(build, parameters, **settings, **RULES[rule])
+    stamps = make_gradients(shapes, torch.bfloat16, 8)
+    on_device = [[grad.cuda() for grad in grads] for grads in stamps]
+    seen: list[list[Tensor]] = []
+    for number in range(1000):
+        if slow is not None and number % 50 < 3:
+            sleep_on(STREAMS[slow](pair.engine), SLOW // 10)
+        pair.engine.zero_grad()
+        one_pass(parameters, [grad * (1 + number % 7) for grad in on_device[number % 8]])
+        pair.engine.step()
+        seen.append([parameter.detach().clone() for parameter in parameters])
+    assert isinstance(pair.model, Simulation)
+    for number, weights in enumerate(seen):
+        pair.model.step([grad * (1 + number % 7) for grad in stamps[number % 8]])
+        for index, weight in enumerate(weights):
+            assert_same_bits(weight, pair.model.visible(index), f"weight {index} in round {number}")
+    pair.check_state()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("rule", RULES)
+def test_d11_the_device_that_is_current_does_not_matter(rule: str, index: int, build: Builder) -> None:
+    """D11: parameters on a GPU that is not the current one: right there, nothing on the other, and it stays current."""
+    if torch.cuda.device_count() <= index:
         pytest.skip("needs two GPUs")
-    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda:1"), lr=0.02, topk_ratio=0.3, update_interval=2)
-    for grads in make_gradients(SHAPES, torch.bfloat16, 7):
+    elsewhere = [other for other in range(torch.cuda.device_count()) if other != index]
+    before = [torch.cuda.memory_allocated(other) for other in elsewhere]
+    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 6, "upload_check": False}
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, f"cuda:{index}"), lr=0.02, **settings, **RULES[rule])
+    pipeline = pair.engine._pipeline
+    assert {pipeline.sender.stream.device_index, pipeline.uploads.stream.device_index} == {index}
+    current: list[int] = []
+    for parameter in pair.parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _: current.append(torch.cuda.current_device()))
+    for grads in make_gradients(SHAPES, torch.bfloat16, 11):
         pair.step(grads)
         assert torch.cuda.current_device() == 0
+    pair.engine.flush()
+    pair.model.flush()
+    pair.check_weights()
     pair.check_state()
+    pair.engine.close()
+    assert set(current) == {index}, "autograd's own thread is on the parameter's device"
+    assert torch.cuda.current_device() == 0
+    assert [torch.cuda.memory_allocated(other) for other in elsewhere] == before
+    assert all(bool(weight.isfinite().all()) for weight in snapshot(pair.parameters))
