@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from zenflow_kernels.gather import gather_channels
-from zenflow_kernels.importance import channel_scores
+from zenflow_kernels.importance import grouped_scores
 from zenflow_kernels.numerics import chunks
 from zenflow_kernels.scatter import scatter_channels_
-from zenflow_kernels.topk import select_channels
+from zenflow_kernels.topk import grouped_choices
 
 from zenflow.client import WorkerClient
 from zenflow.exchange import NOWHERE, Order
@@ -42,11 +42,10 @@ class Traffic:
 
 def choose_channels(records: Sequence[ParamRecord], grads: Sequence[Tensor], importance: str) -> list[Tensor]:
     """New owners by each record's gradient: int64 indices, ascending, on the device; waits for nothing."""
-    chosen = []
-    for record, grad in zip(records, grads, strict=True):
-        scores = channel_scores(grad.view(record.weight.shape), record.kind, importance)
-        chosen.append(select_channels(scores, record.n_selected))
-    return chosen
+    assert len({record.kind for record in records}) == 1, "channels are columns of all matrices, or rows of all"
+    matrices = [grad.view(record.weight.shape) for record, grad in zip(records, grads, strict=True)]
+    scores = grouped_scores(matrices, records[0].kind, importance)
+    return grouped_choices(scores, [record.n_selected for record in records])
 
 
 def give_owners(

@@ -49,6 +49,12 @@ def launch_compact(kernel: triton.JITFunction, x: Tensor, index: Tensor, compact
         )  # fmt: skip
 
 
+def integers_on(device: torch.device, values: list[int]) -> Tensor:
+    """int64 `[n]` on the device, without waiting for it."""
+    staged = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return staged.to(device, non_blocking=True)
+
+
 def channel_axis(channel_dim: str) -> int:
     """The dimension along which channels are numbered; ValueError unless `channel_dim` is "column" or "row"."""
     if channel_dim not in ("column", "row"):

@@ -4,17 +4,20 @@
     magnitude   score[i] = sum over channel i of |f32(x)|
 
 Two stages in a fixed order, without atomics: every program sums a block of channels over a run of their elements, then
-the runs of each channel are added in their order. fp32 throughout; a channel whose sum overflows, or that holds an inf
+the runs of each channel are added in their order. A launch takes many matrices, and its program number leads through
+`matrix_ptr` to what it is told of its own. fp32 throughout; a channel whose sum overflows, or that holds an inf
 or NaN, scores non-finite, which `select_channels` never prefers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from zenflow_kernels.channels import channel_axis, check_matrix
-from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, uses_triton
+from zenflow_kernels.channels import channel_axis, check_matrix, integers_on
+from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 
 IMPORTANCES = ("square", "magnitude")
 RUN = 512  # elements of a channel that one program sums
@@ -23,39 +26,65 @@ COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
 SUM_BLOCK = 256  # channels whose runs one program adds
 
 
-@triton.jit(do_not_specialize=["n_channel_blocks"])
+# Columns of what the kernels are told of a matrix, one int64 each.
+N_FIELDS = tl.constexpr(9)
+ADDRESS, LENGTH, CHANNELS, COLS, BLOCKS = (tl.constexpr(column) for column in range(5))
+RUN_0, RUNS, SCORE_0, PROGRAM_0 = (tl.constexpr(column) for column in range(5, 9))
+
+
+@triton.jit
+def _field(fields_ptr, matrix, COLUMN: tl.constexpr):
+    return tl.load(fields_ptr + matrix * N_FIELDS + COLUMN)
+
+
+@triton.jit(do_not_specialize=["matrix_ptr"])
 def _runs_kernel(
-    x_ptr,
+    fields_ptr, matrix_ptr,
     runs_ptr,
-    length, channels, stride_length, stride_channel, n_channel_blocks,
-    SQUARE: tl.constexpr, RUN: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+    SQUARE: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+    DTYPE: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    run = program // n_channel_blocks
-    c = (program - run * n_channel_blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    matrix = tl.load(matrix_ptr + tl.program_id(0))
+    program = tl.program_id(0) - _field(fields_ptr, matrix, PROGRAM_0)
+    blocks = _field(fields_ptr, matrix, BLOCKS)
+    length, channels = _field(fields_ptr, matrix, LENGTH), _field(fields_ptr, matrix, CHANNELS)
+    # Whole vectors in every row, from an aligned address on; 1 promises nothing.
+    cols = tl.multiple_of(_field(fields_ptr, matrix, COLS), MULTIPLE)
+    x_ptr = _field(fields_ptr, matrix, ADDRESS).to(tl.pointer_type(DTYPE))
+    if MULTIPLE > 1:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    if ROW:
+        length = tl.multiple_of(length, MULTIPLE)
+    else:
+        channels = tl.multiple_of(channels, MULTIPLE)
+    run = program // blocks
+    c = (program - run * blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     sums = tl.zeros([BLOCK_L, BLOCK_C], dtype=tl.float32)
     for offset in range(0, RUN, BLOCK_L):
-        i = run.to(tl.int64) * RUN + offset + tl.arange(0, BLOCK_L)
+        i = run * RUN + offset + tl.arange(0, BLOCK_L)
         mask = (i < length)[:, None] & (c < channels)[None, :]
-        offs = i[:, None] * stride_length + c[None, :] * stride_channel
+        offs = i[:, None] + c[None, :] * cols if ROW else i[:, None] * cols + c[None, :]
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_L, BLOCK_C]
         sums += x * x if SQUARE else tl.abs(x)
-    tl.store(runs_ptr + run.to(tl.int64) * channels + c, tl.sum(sums, axis=0), mask=c < channels)
+    runs_ptr += _field(fields_ptr, matrix, RUN_0) + run * channels
+    tl.store(runs_ptr + c, tl.sum(sums, axis=0), mask=c < channels)
 
 
-@triton.jit(do_not_specialize=["n_runs"])
+@triton.jit(do_not_specialize=["block_ptr"])
 def _add_runs_kernel(
-    runs_ptr,
+    runs_ptr, fields_ptr, block_ptr,
     scores_ptr,
-    n_runs, channels,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    matrix = tl.load(block_ptr + 2 * tl.program_id(0))
+    c = tl.load(block_ptr + 2 * tl.program_id(0) + 1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channels = _field(fields_ptr, matrix, CHANNELS)
+    runs_ptr += _field(fields_ptr, matrix, RUN_0)
     total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for _ in range(0, n_runs):
+    for _ in range(0, _field(fields_ptr, matrix, RUNS).to(tl.int32)):
         total += tl.load(runs_ptr + c, mask=c < channels, other=0.0)  # [BLOCK_C]
         runs_ptr += channels
-    tl.store(scores_ptr + c, total, mask=c < channels)
+    tl.store(scores_ptr + _field(fields_ptr, matrix, SCORE_0) + c, total, mask=c < channels)
 
 
 def channel_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
@@ -63,42 +92,70 @@ def channel_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
 
     `x` is contiguous; `importance` is "square" or "magnitude". Raises ValueError for anything else.
     """
-    axis = channel_axis(channel_dim)
+    return grouped_scores([x], channel_dim, importance)[0]
+
+
+def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> list[Tensor]:
+    """`channel_scores` of several matrices of one device, in two launches for each dtype; a matrix's scores do not
+    depend on the others."""
+    channel_axis(channel_dim)
     if importance not in IMPORTANCES:
         raise ValueError(f"importance must be one of {IMPORTANCES}, got {importance!r}")
-    check_matrix("x", x)
-    if x.numel() == 0:
-        return x.new_zeros(x.shape[axis], dtype=torch.float32)
-    if not uses_triton(x):
-        return channel_scores_reference(x, channel_dim, importance)
-    with on_device(x):
-        return _launch_scores(x, channel_dim, importance)
+    for x in xs:
+        check_matrix("x", x)
+    found: dict[int, Tensor] = {}
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    for number, x in enumerate(xs):
+        if not x.numel():
+            found[number] = x.new_zeros(x.shape[channel_axis(channel_dim)], dtype=torch.float32)
+        elif uses_triton(x):
+            groups.setdefault((x.dtype, _multiple(x)), []).append(number)
+        else:
+            found[number] = channel_scores_reference(x, channel_dim, importance)
+    for (_, multiple), numbers in groups.items():
+        together = [xs[number] for number in numbers]
+        with on_device(together[0]):
+            scores = _launch_scores(together, channel_dim, importance, multiple)
+        found.update(zip(numbers, scores, strict=True))
+    return [found[number] for number in range(len(xs))]
 
 
-def _launch_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
+def _multiple(x: Tensor) -> int:
+    """Elements in a vector of 16 bytes if every row of `x` is made of them, else 1."""
+    vector = 16 // x.element_size()
+    return vector if x.data_ptr() % 16 == 0 and x.shape[1] % vector == 0 else 1
+
+
+def _launch_scores(xs: Sequence[Tensor], channel_dim: str, importance: str, multiple: int) -> list[Tensor]:
     axis = channel_axis(channel_dim)
     block_l, block_c = COLUMN_BLOCK if channel_dim == "column" else ROW_BLOCK
-    length, channels = x.shape[1 - axis], x.shape[axis]
-    n_runs, channel_blocks = -(-length // RUN), -(-channels // block_c)
-    runs = x.new_empty((n_runs, channels), dtype=torch.float32)
-    _runs_kernel[(n_runs * channel_blocks,)](
-        x,
+    rows, matrices, blocks = [], [], []
+    run_0 = score_0 = 0
+    for number, x in enumerate(xs):
+        length, channels = x.shape[1 - axis], x.shape[axis]
+        n_runs, channel_blocks = -(-length // RUN), -(-channels // block_c)
+        rows += [x.data_ptr(), length, channels, x.shape[1], channel_blocks, run_0, n_runs, score_0, len(matrices)]
+        matrices += [number] * (n_runs * channel_blocks)
+        for block in range(-(-channels // SUM_BLOCK)):
+            blocks += [number, block]
+        run_0, score_0 = run_0 + n_runs * channels, score_0 + channels
+    told = integers_on(xs[0].device, rows + matrices + blocks)
+    fields, matrix, block = told.split([len(rows), len(matrices), len(blocks)])
+    runs, scores = (xs[0].new_empty(size, dtype=torch.float32) for size in (run_0, score_0))
+    _runs_kernel[(len(matrices),)](
+        fields, matrix,
         runs,
-        length, channels, x.stride(1 - axis), x.stride(axis), channel_blocks,
-        SQUARE=importance == "square", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
+        SQUARE=importance == "square", ROW=channel_dim == "row", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
+        DTYPE=triton_dtype(xs[0].dtype), MULTIPLE=multiple,
         **EXACT,
     )  # fmt: skip
-    if n_runs == 1:
-        return runs[0]
-    scores = x.new_empty(channels, dtype=torch.float32)
-    _add_runs_kernel[(-(-channels // SUM_BLOCK),)](
-        runs,
+    _add_runs_kernel[(len(blocks) // 2,)](
+        runs, fields, block,
         scores,
-        n_runs, channels,
         BLOCK_C=SUM_BLOCK,
         **EXACT,
     )  # fmt: skip
-    return scores
+    return list(scores.split([x.shape[axis] for x in xs]))
 
 
 def channel_scores_reference(x: Tensor, channel_dim: str, importance: str) -> Tensor:

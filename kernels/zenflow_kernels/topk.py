@@ -3,17 +3,21 @@
 Scores are ordered by an integer key: the bits of an fp32 number, with those of negative numbers reversed, order as the
 numbers do; every non-finite score gets the lowest key of all. The nth highest key is found bit by bit, by counting how
 many keys reach a candidate. Every key above it is chosen, and of those equal to it the ones with the lowest index: one
-pass in index order writes the result, ascending and free of ties.
+pass in index order writes the result, ascending and free of ties. One program makes one choice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from zenflow_kernels.channels import integers_on
 from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
 BLOCK = 8192  # scores read at once
+N_FIELDS = tl.constexpr(4)  # of a choice, int64: address of its scores, their number, n, first place of the result
 
 
 @triton.jit
@@ -26,13 +30,16 @@ def _keys(scores_ptr, offs, channels):
     return tl.where(offs < channels, ordered, -1)
 
 
-@triton.jit(do_not_specialize=["channels", "n"])
+@triton.jit
 def _select_kernel(
-    scores_ptr,
+    fields_ptr,
     index_ptr,
-    channels, n,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    fields_ptr += tl.program_id(0) * N_FIELDS
+    scores_ptr = tl.load(fields_ptr).to(tl.pointer_type(tl.float32))
+    channels, n = tl.load(fields_ptr + 1).to(tl.int32), tl.load(fields_ptr + 2).to(tl.int32)
+    index_ptr += tl.load(fields_ptr + 3)
     threshold = tl.full((), 0, tl.int64)
     for step in range(0, 32):
         candidate = threshold + (tl.full((), 2147483648, tl.int64) >> step)
@@ -66,26 +73,36 @@ def select_channels(scores: Tensor, n: int) -> Tensor:
     Ties go to the lower index. A non-finite score never wins over a finite one; if fewer than `n` are finite, the
     non-finite with the lowest indices fill up. `n = 0` launches nothing. Raises ValueError unless 0 <= n <= channels.
     """
-    if scores.dtype != torch.float32 or scores.dim() != 1 or not scores.is_contiguous():
-        raise ValueError(
-            f"scores must be contiguous torch.float32 [channels], got {tuple(scores.shape)} of {scores.dtype}"
-        )
-    if not 0 <= n <= scores.numel():
-        raise ValueError(f"n must be in [0, {scores.numel()}], got {n}")
-    if n == 0:
-        return torch.empty(0, dtype=torch.int64, device=scores.device)
-    if not uses_triton(scores):
-        return select_channels_reference(scores, n)
-    index = torch.empty(n, dtype=torch.int64, device=scores.device)
-    with on_device(scores):
-        _select_kernel[(1,)](
-            scores,
+    return grouped_choices([scores], [n])[0]
+
+
+def grouped_choices(scores: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """`select_channels` of each of `scores`, all on one device, with its number of `counts`, in one launch."""
+    for score, n in zip(scores, counts, strict=True):
+        if score.dtype != torch.float32 or score.dim() != 1 or not score.is_contiguous():
+            raise ValueError(
+                f"scores must be contiguous torch.float32 [channels], got {tuple(score.shape)} of {score.dtype}"
+            )
+        if not 0 <= n <= score.numel():
+            raise ValueError(f"n must be in [0, {score.numel()}], got {n}")
+    if not sum(counts):
+        return [torch.empty(0, dtype=torch.int64, device=score.device) for score in scores]
+    if not uses_triton(scores[0]):
+        return [select_channels_reference(score, n) for score, n in zip(scores, counts, strict=True)]
+    rows, first = [], 0
+    for score, n in zip(scores, counts, strict=True):
+        if n:
+            rows += [score.data_ptr(), score.numel(), n, first]
+            first += n
+    index = torch.empty(first, dtype=torch.int64, device=scores[0].device)
+    with on_device(scores[0]):
+        _select_kernel[(len(rows) // 4,)](
+            integers_on(index.device, rows),
             index,
-            scores.numel(), n,
             BLOCK=BLOCK,
             num_warps=16,
         )  # fmt: skip
-    return index
+    return list(index.split(list(counts)))
 
 
 def select_channels_reference(scores: Tensor, n: int) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from zenflow_kernels import topk
-from zenflow_kernels.importance import IMPORTANCES, channel_scores, channel_scores_reference
-from zenflow_kernels.topk import select_channels, select_channels_reference
+from zenflow_kernels.importance import IMPORTANCES, channel_scores, channel_scores_reference, grouped_scores
+from zenflow_kernels.topk import grouped_choices, select_channels, select_channels_reference
 
 from tests.kernels.building import Padded, bits, values
 
@@ -43,6 +43,29 @@ def test_scores_inside_poisoned_memory(shape, channel_dim, importance, device, d
 def test_an_empty_matrix_scores_zero(shape, channel_dim, device):
     scores = channel_scores(torch.empty(shape, device=device), channel_dim, "square")
     assert scores.tolist() == [0.0] * shape[1 if channel_dim == "column" else 0]
+
+
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_the_scores_of_a_matrix_do_not_depend_on_its_neighbours(channel_dim, device, poisoned):
+    """Several dtypes, rows that are vectors and rows that are not, an empty matrix, and a NaN next door."""
+    pad, gen = Padded(device), torch.Generator().manual_seed(5)
+    shapes = [(7, 13), (1, 1), (0, 5), (515, 16), (3, 264), (5, 0), (16, 520), (7, 13)]
+    dtypes = [torch.float32, torch.float16]
+    held = [values(shape, gen, spread=1.0).to(dtypes[number % 3 == 0]) for number, shape in enumerate(shapes)]
+    xs = [pad.hold(x, shift=number % 2) for number, x in enumerate(held)]
+    xs[-1][2, 3] = NAN
+    together = grouped_scores(xs, channel_dim, "square")
+    assert len(together) == len(xs)
+    for x, scores in zip(xs, together, strict=True):
+        assert torch.equal(bits(scores), bits(channel_scores(x, channel_dim, "square")))
+    for x, scores in zip(xs[:-1], together[:-1], strict=True):
+        assert_scores(scores, x, channel_dim, "square") if x.numel() else None
+    assert torch.isfinite(together[-1]).logical_not().nonzero().tolist() == [[3 if channel_dim == "column" else 2]]
+    pad.check()
+
+
+def test_no_matrices_have_no_scores(device):
+    assert grouped_scores([], "column", "square") == [] and grouped_choices([], []) == []
 
 
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
@@ -98,6 +121,17 @@ def test_choice_equals_the_documented_order(scores, n, device):
     chosen = select_channels(held, n)
     assert chosen.dtype == torch.int64 and chosen.tolist() == sorted(ranked[:n])
     assert torch.equal(chosen.cpu(), select_channels_reference(held.cpu(), n))
+    pad.check()
+
+
+def test_choices_together_are_the_choices_alone(device):
+    pad, gen = Padded(device), torch.Generator().manual_seed(2)
+    counts = {1: 1, 7: 0, 1000: 333, 8193: 8192, 12: 12, 31: 5}
+    scores = [pad.hold(torch.randint(0, 9, (channels,), generator=gen).float(), shift=1) for channels in counts]
+    scores[2][::3] = NAN
+    together = grouped_choices(scores, list(counts.values()))
+    for score, n, chosen in zip(scores, counts.values(), together, strict=True):
+        assert torch.equal(chosen.cpu(), select_channels_reference(score.cpu(), n))
     pad.check()
 
 
