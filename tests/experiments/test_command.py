@@ -38,7 +38,7 @@ def test_smoke_runs_the_whole_path(command):
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 17))
     assert {"lr", "grad_norm", "tokens", "seconds", *ENGINE_PART} <= steps[0].keys()
-    # Windows of 4 steps; the windows that end with a selection, at 8 and 16, have no delay, and before them nothing is due.
+    # Windows of 4 steps, of which those that end at 8 and 16 select, without delay; before them nothing is due.
     assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == {8: 0, 16: 0}
     assert [record["step"] for record in outcome.metrics() if "validation_loss" in record] == [0, 8, 16]
     summary = outcome.summary()

@@ -108,6 +108,7 @@ class Late:
 
     def __init__(self, delay: int) -> None:
         self.delay, self.steps, self.told, self.broken = delay, 0, 0, False
+        self.waited = 0
 
     def report(self) -> Report:
         return Report(grad_norm=float(self.steps), skipped_steps=0)
@@ -115,15 +116,17 @@ class Late:
     def records(self, wait: bool = False) -> list[StepRecord]:
         if self.broken:
             raise RuntimeError("a step was broken off")
+        self.waited += wait
         first, self.told = self.told + 1, max(self.told, self.steps - (0 if wait else self.delay))
         return [step_record(step) for step in range(first, self.told + 1)]
 
 
 def record_steps(folder, engine: Late, steps: int, log_every: int, fails: bool = False, evaluate_at: int = 0) -> None:
-    timer = StepTimer(CPU)
+    timer, tracked = StepTimer(CPU), []
+    tracker = types.SimpleNamespace(log=lambda record: tracked.append(dict(record)))
     with (
         pytest.raises(ArithmeticError) if fails else nullcontext(),
-        Recorder(folder, timer, engine, log_every, None) as recorder,
+        Recorder(folder, timer, engine, log_every, tracker) as recorder,
     ):
         for number in range(1, steps + 1):
             timer.start()
@@ -132,8 +135,10 @@ def record_steps(folder, engine: Late, steps: int, log_every: int, fails: bool =
             recorder.step(number, torch.tensor(float(number)), 0.5, 10, last=number == steps and not fails)
             if number == evaluate_at:
                 recorder.evaluation(Evaluation(number, 1.0, None))
+        assert engine.waited == bool(evaluate_at), "a step made somebody wait"
         if fails:
             raise ArithmeticError
+    assert tracked == lines(folder)
 
 
 def lines(folder) -> list[dict]:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from experiments.train import CONF
+from zenflow import ZenFlow
+from zenflow.bench import command as bench
 from zenflow.config import ZenFlowConfig
 from zenflow.deepspeed import DEEPSPEED_DEFAULTS, WITHOUT_EFFECT
+from zenflow.trace_view import main as trace_main
+from zenflow.training.checks import _check_trace, _check_values
+from zenflow.training.schema import register
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,6 +79,67 @@ def test_every_make_target_is_in_the_help():
 def test_configuration_choices_exist(choice):
     group, name = choice.split("=")
     assert (ROOT / "conf" / group / f"{name}.yaml").is_file()
+
+
+def blocks(language: str = "") -> list[str]:
+    """The README's code blocks in a language, or in none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.M | re.S)
+    return [text for named, text in found if named == language]
+
+
+def commands(program: str) -> list[str]:
+    """The lines of the README's code blocks that call a program, without its name and their comments."""
+    lines = [line.split("  #")[0].strip() for block in blocks() for line in block.splitlines()]
+    return [line.removeprefix(program).strip() for line in lines if line.startswith(program)]
+
+
+def test_the_example_commands_are_found():
+    assert [len(commands(name)) > 0 for name in ("zenflow-train", "zenflow-bench", "python -m zenflow.trace")] == [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize("words", commands("zenflow-train"))
+def test_training_commands_compose(words):
+    overrides = [word for word in shlex.split(words) if word != "-m"]
+    first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in overrides]  # of a sweep, its first job
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_object(compose("train", first))
+    _check_values(config)
+    _check_trace(config)
+
+
+@pytest.mark.parametrize("words", commands("zenflow-bench"))
+def test_bench_commands_parse(words, monkeypatch):
+    monkeypatch.setattr(bench, "physical_cores", lambda: list(range(16)))
+    assert callable(bench._parser().parse_args(shlex.split(words)).run)
+
+
+def test_the_examples_in_python_run(tmp_path, monkeypatch):
+    """All but DeepSpeed's, one after another, and the trace that they leave is read and drawn."""
+    monkeypatch.chdir(tmp_path)
+    first, second = (block for block in blocks("python") if "deepspeed" not in block)
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+    class Model:
+        parameters = layers.parameters
+
+        def __call__(self, batch):
+            return types.SimpleNamespace(loss=layers(batch).square().mean())
+
+    names = {
+        "model": Model(),
+        "loader": torch.randn(14, 8, 64),
+        "scheduler": types.SimpleNamespace(step=lambda: None),
+    }
+    exec(first, names)
+    with ZenFlow(layers.parameters(), topk_ratio=0.1, min_deferred_numel=64) as names["optimizer"]:
+        exec(second, names)
+    (words,) = commands("python -m zenflow.trace")
+    trace_main(shlex.split(words))
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("link", sorted({link for text in DOCUMENTS for link in re.findall(r"\]\(([^)#:]+)\)", text)}))

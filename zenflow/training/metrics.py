@@ -289,8 +289,9 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    parts, down, up = [], s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
+    parts, ring, down, up = [], "", s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
     if s["compute_seconds_per_step"] is not None:
+        ring = f", the ring {s['ring_occupancy']:.0%} full when a step() begins"
         compute, optimizer = _seconds(s["compute_seconds_per_step"]), _seconds(s["optimizer_seconds_per_step"])
         parts = [("floor part", f"{compute} a step (forward and backward)"), ("optimizer", f"{optimizer} a step")]
     size = f"M = {s['weight_bytes'] / 1e6:.1f} MB of weights"
@@ -301,7 +302,7 @@ def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("to the host", f"{down / 1e6:.1f} MB a step ({s['m_to_host_per_step']:.2f} M; {size})"),
         ("to the device", f"{up / 1e6:.1f} MB a step ({s['m_to_device_per_step']:.2f} M)"),
         ("windows", f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"),
-        ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time"),
+        ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time{ring}"),
     ]
 
 
