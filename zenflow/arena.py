@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -50,6 +50,12 @@ def _refused(code: int, nbytes: int) -> Exception:
             f"{available_memory():,} bytes are available: raise the process's limit (ulimit -v) or free host memory"
         )
     return OSError(code, f"cannot take {nbytes:,} bytes of shared memory: {reason}")
+
+
+def _bind_thread(cores: Sequence[int]) -> None:
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 class _Mapping:
@@ -114,10 +120,13 @@ class Arena:
         assert 0 <= offset <= self.nbytes - nbytes, (offset, nbytes, self.nbytes)
         return np.asarray(self._mapping)[offset : offset + nbytes].view(dtype)
 
-    def populate(self, threads: int = 1) -> None:
-        """Touch every page now, in parallel, so that training never faults; changes no byte."""
+    def populate(self, threads: int = 1, cores: Sequence[int] = ()) -> None:
+        """Touch every page now, in parallel, so that training never faults; changes no byte.
+
+        cores: the CPUs that the threads run on; new pages come from these CPUs' NUMA node.
+        """
         _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
-        with ThreadPoolExecutor(max(1, threads)) as pool:
+        with ThreadPoolExecutor(max(1, threads), initializer=_bind_thread, initargs=(cores,)) as pool:
             for _ in pool.map(self._populate, self._chunks()):
                 pass
 

@@ -14,7 +14,7 @@ from zenflow_kernels.control import StepControl
 from zenflow_kernels.table import Table
 
 from zenflow.client import WorkerClient
-from zenflow.cores import plan_cores
+from zenflow.cores import CorePlan, plan_cores
 from zenflow.ring import WorkerSettings
 from zenflow.storage import (
     Newcomer,
@@ -48,7 +48,7 @@ def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int)
     storage = None
     if deferred:
         segment = new_segment(config, len(pipeline.storages), newcomers[0].param.dtype, deferred, n_groups)
-        storage = SegmentStorage(segment, pipeline.device)
+        storage = SegmentStorage(segment, pipeline.device, _plan(pipeline).worker_cores)
     try:
         records: list[ParamRecord] = []
         # Matrices travel in reverse registration order: the first registered is the last in the segment.
@@ -87,13 +87,35 @@ def _hand_over(pipeline: Pipeline, storage: SegmentStorage) -> None:
     pipeline.client.attach(storage.segment, storage.memory)
 
 
+def _binds(pipeline: Pipeline) -> bool:
+    binding = pipeline.config.core_binding
+    return pipeline.device.type == "cuda" if binding == "auto" else bool(binding)
+
+
+def _plan(pipeline: Pipeline) -> CorePlan:
+    """Made before the first memory is: its pages are to lie where the worker will run."""
+    if pipeline.cores is None:
+        config = pipeline.config
+        pipeline.cores = plan_cores(
+            config.pt_reserved_cores_perc, _binds(pipeline), config.worker_threads, _bus_id(pipeline.device)
+        )
+    return pipeline.cores
+
+
+def _bus_id(device: torch.device) -> str | None:
+    """As sysfs spells it; None where torch does not know."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
+
+
 def _start_worker(pipeline: Pipeline) -> WorkerClient:
-    config = pipeline.config
-    bind = pipeline.device.type == "cuda" if config.core_binding == "auto" else bool(config.core_binding)
-    cores = pipeline.cores = plan_cores(config.pt_reserved_cores_perc, bind, config.worker_threads)
+    config, cores = pipeline.config, _plan(pipeline)
     settings = WorkerSettings(deferred_rule=config.deferred_rule, deferred_lr_scale=config.deferred_lr_scale)
     client = WorkerClient(settings=settings, cores=cores.worker_cores, threads=cores.worker_threads)
-    if bind:
+    if _binds(pipeline):
         cores.bind_trainer()
         # More threads than cores would spin against each other in every host operation.
         pipeline.unbound_threads = torch.get_num_threads()

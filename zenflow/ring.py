@@ -150,19 +150,20 @@ class SegmentMemory:
         self._last_seq = [0, 0]  # of the window in each turn
 
     @classmethod
-    def create(cls, segment: Segment, threads: int | None = None) -> SegmentMemory:
+    def create(cls, segment: Segment, threads: int | None = None, cores: Sequence[int] = ()) -> SegmentMemory:
         """New, zeroed and populated memory; MemoryError with the bytes needed and available if the host lacks it.
 
-        threads: how many touch the pages, by default one on each CPU that this process may use.
+        cores: logical CPUs whose NUMA node the pages shall come from, by default all that this process may use;
+        threads: how many touch the pages, by default one on each of the cores.
         """
-        threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        threads = len(cores or os.sched_getaffinity(0)) if threads is None else threads
         sizes = _sizes(segment)[0]
         require_memory(sum(sizes))
         arenas: list[Arena] = []
         try:
             for name, size in zip(("ring", "state", "shadow"), sizes, strict=False):
                 arenas.append(Arena.create(f"zenflow-{name}", size))
-                arenas[-1].populate(threads)
+                arenas[-1].populate(threads, cores)
         except BaseException:
             for arena in arenas:
                 arena.close()

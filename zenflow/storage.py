@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -198,11 +199,12 @@ class SegmentStorage:
     `logs` and `slots` are by turn, `slots` by bucket too.
     """
 
-    def __init__(self, segment: Segment, device: torch.device) -> None:
+    def __init__(self, segment: Segment, device: torch.device, cores: Sequence[int]) -> None:
+        """cores: the worker's, near which the shared memory shall lie."""
         self.segment = segment
         self.indices: list[int] = []  # of its matrices' records in StepControl
         self.members: list[tuple[int, ...]] = []  # of the records in each bucket
-        self.memory = SegmentMemory.create(segment, threads=len(os.sched_getaffinity(0)))
+        self.memory = SegmentMemory.create(segment, cores=cores)
         memory, weight_dtype, ring_dtype = self.memory, DTYPES[segment.weight_dtype], DTYPES[segment.ring_dtype]
         self.ring = torch.from_numpy(memory.ring).view(ring_dtype)
         self.state = tuple(torch.from_numpy(flat) for flat in (memory.master, memory.exp_avg, memory.exp_avg_sq))

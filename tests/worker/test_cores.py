@@ -1,9 +1,10 @@
-"""Cores and memory that a process may use: affinity, hardware threads, cgroup quotas (A10, E13)."""
+"""Cores and memory that a process may use: affinity, hardware threads, cgroup quotas, NUMA nodes (A10, E13)."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from zenflow import cores
-from zenflow.cores import CorePlan, available_memory, cpu_quota, physical_cores, plan_cores
+from zenflow.arena import Arena
+from zenflow.cores import CorePlan, available_memory, cpu_quota, node_cpus, physical_cores, plan_cores
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -159,3 +161,132 @@ assert os.sched_getaffinity(0) == masks["old"] == allowed
 
 def test_binding_reaches_every_thread_and_is_undone():
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, cwd=REPOSITORY, timeout=60)
+
+
+BUS = "0000:dc:00.0"
+
+
+@pytest.fixture
+def nodes(monkeypatch, tmp_path):
+    """Pretends that the GPU at `BUS` hangs on `node`, and that the nodes have these CPUs."""
+
+    def pretend(node, cpulists):
+        pci = write_tree(tmp_path / "pci", {} if node is None else {f"{BUS}/numa_node": f"{node}\n"})
+        trees = write_tree(tmp_path / "node", {f"node{n}/cpulist": text + "\n" for n, text in cpulists.items()})
+        found = {bus: node_cpus(bus, pci, trees) for bus in (None, BUS, BUS.upper(), "0000:00:00.0")}
+        monkeypatch.setattr(cores, "node_cpus", lambda bus: found[bus])
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "node, cpulist, cpus",
+    [
+        (1, "8-11,24-25,30", {8, 9, 10, 11, 24, 25, 30}),
+        (1, "7", {7}),
+        (1, "", set()),
+        (-1, "0-3", set()),
+        (None, "0-3", set()),
+        (3, "0-3", set()),
+    ],
+    ids=["ranges", "one", "memory-only", "no-node", "no-device", "no-such-node"],
+)
+def test_cpus_of_a_device(tmp_path, node, cpulist, cpus):
+    pci = write_tree(tmp_path, {} if node is None else {f"pci/{BUS}/numa_node": f"{node}\n"}) / "pci"
+    write_tree(tmp_path, {"node/node1/cpulist": cpulist + "\n", "node/node0/cpulist": "0-7\n"})
+    assert node_cpus(BUS.upper(), pci, tmp_path / "node") == cpus
+    assert node_cpus(None, pci, tmp_path / "node") == set()
+
+
+def test_both_stay_on_the_node_of_the_gpu(machine, nodes):
+    """Two sockets of 24 cores with two hardware threads each; the GPU hangs on the second."""
+    machine(range(96), {cpu: f"{cpu % 48},{cpu % 48 + 48}" for cpu in range(96)})
+    nodes(1, {0: "0-23,48-71", 1: "24-47,72-95"})
+    plan = plan_cores(0.25, bind=True, pci_bus_id=BUS)
+    assert plan.trainer_cores == (*range(24, 30), *range(72, 78))
+    assert (plan.worker_cores, plan.worker_threads) == (tuple(range(30, 48)), 18)
+
+
+def test_a_node_with_enough_cores_wins_though_most_are_elsewhere(machine, nodes):
+    machine(range(64))
+    nodes(0, {0: "0-15", 1: "16-63"})
+    plan = plan_cores(0.25, bind=True, pci_bus_id=BUS)
+    assert (plan.trainer_cores, plan.worker_cores) == ((0, 1, 2, 3), tuple(range(4, 16)))
+
+
+def test_with_too_few_cores_on_the_node_all_are_taken_its_own_first(machine, nodes):
+    machine(range(16))
+    nodes(1, {0: "0-7", 1: "8-15"})
+    plan = plan_cores(0.25, bind=True, pci_bus_id=BUS)
+    assert plan.trainer_cores == (8, 9, 10, 11)
+    assert plan.worker_cores == (12, 13, 14, 15, *range(8))
+    assert plan.worker_threads == 12
+
+
+@pytest.mark.parametrize(
+    "node, allowed",
+    [(None, range(40)), (-1, range(40)), (2, range(40)), (1, range(20))],
+    ids=["unknown", "none", "no-such-node", "not-allowed"],
+)
+def test_without_a_node_nothing_changes(machine, nodes, node, allowed):
+    """Also where the affinity mask leaves no core of the GPU's node."""
+    machine(allowed)
+    nodes(node, {0: "0-19", 1: "20-39"})
+    assert plan_cores(0.25, bind=True, pci_bus_id=BUS) == plan_cores(0.25, bind=True)
+
+
+def test_an_unbound_plan_has_no_preference(machine, nodes):
+    machine(range(40))
+    nodes(1, {0: "0-19", 1: "20-39"})
+    assert plan_cores(0.25, bind=False, pci_bus_id=BUS) == plan_cores(0.25, bind=False)
+
+
+def test_e13_a_quota_of_two_cpus_on_sixteen_cores(machine, monkeypatch, tmp_path):
+    """E13: cgroup `cpu.max` 200000 100000, read from its file: at most 2 worker threads, bound or not."""
+    machine(range(16))
+    group = write_tree(tmp_path / "cgroup", {"job/cpu.max": "200000 100000\n"})
+    monkeypatch.setattr(cores, "cpu_quota", lambda: cpu_quota(group, "0::/job"))
+    for bind in (True, False):
+        assert 1 <= plan_cores(0.25, bind=bind).worker_threads <= 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("allowed", [{3, 5, 9}, {5}], ids=str)
+def test_a10_a_mask_is_kept_whatever_the_gpus_node_has(machine, nodes, allowed, share):
+    """A10: `taskset -c 3,5,9` beside a GPU on a node with all CPUs: nothing outside, neither empty."""
+    machine(allowed)
+    nodes(0, {0: "0-95"})
+    plan = plan_cores(share, bind=True, pci_bus_id=BUS)
+    assert plan.trainer_cores and plan.worker_cores
+    assert set(plan.trainer_cores) | set(plan.worker_cores) == allowed
+
+
+def test_pages_are_touched_on_the_given_cores(monkeypatch):
+    """By every thread of the pool, and only there: the caller's own affinity stays."""
+    seen, populate, before = [], Arena._populate, os.sched_getaffinity(0)
+
+    def look(self, chunk):
+        seen.append(os.sched_getaffinity(0))
+        populate(self, chunk)
+
+    monkeypatch.setattr(Arena, "_populate", look)
+    monkeypatch.setattr("zenflow.arena.POPULATE_CHUNK", 1 << 16)
+    core = max(before)
+    arena = Arena.create("test", 1 << 20)
+    arena.populate(3, [core])
+    assert seen == [{core}] * 16
+    assert os.sched_getaffinity(0) == before
+    arena.close()
+
+
+def test_pages_lie_on_the_node_of_the_cores():
+    maps, sysfs = Path("/proc/self/numa_maps"), Path("/sys/devices/system/node")
+    if not maps.exists():
+        pytest.skip("the kernel does not tell where pages lie")
+    core = max(os.sched_getaffinity(0))
+    (node,) = (folder.name[4:] for folder in sysfs.glob("node[0-9]*") if (folder / f"cpu{core}").exists())
+    arena = Arena.create("test", 8 << 20)
+    arena.populate(2, [core])
+    (line,) = (line for line in maps.read_text().splitlines() if line.startswith(f"{arena.address:x} "))
+    assert [word.partition("=")[0] for word in line.split() if re.match(r"N\d+=", word)] == [f"N{node}"]
+    arena.close()
