@@ -223,15 +223,25 @@ class _Exchange:
     def run(self) -> None:
         """Part by part; returns when the worker is idle again and the device's last copies are queued."""
         self._leave(0)
-        for number, part in enumerate(self.parts):
-            if self.arrived:
-                self.arrived[number % 2].synchronize()
-            begin = self._begin(number)
-            self.client.begin_exchange(self.segment, [block.order(begin) for block in part])
-            if number + 1 < len(self.parts):
+        self._order(0, self._orders(0))
+        for number in range(len(self.parts)):
+            following = number + 1 < len(self.parts)
+            if following:
                 self._leave(number + 1)
+                orders = self._orders(number + 1)
             self.client.end_exchange(self.segment)
+            if following:
+                self._order(number + 1, orders)
             self._enter(number)
+
+    def _orders(self, number: int) -> list[Order]:
+        return [block.order(self._begin(number)) for block in self.parts[number]]
+
+    def _order(self, number: int, orders: list[Order]) -> None:
+        """Set the worker to a part, once what leaves the device with it has arrived."""
+        if self.arrived:
+            self.arrived[number % 2].synchronize()
+        self.client.begin_exchange(self.segment, orders)
 
     def _begin(self, number: int) -> int:
         return self.begin + number % 2 * self.half

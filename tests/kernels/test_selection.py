@@ -126,7 +126,7 @@ def test_choice_equals_the_documented_order(scores, n, device):
 
 def test_choices_together_are_the_choices_alone(device):
     pad, gen = Padded(device), torch.Generator().manual_seed(2)
-    counts = {1: 1, 7: 0, 1000: 333, 8193: 8192, 12: 12, 31: 5}
+    counts = {1: 1, 7: 0, 1000: 333, topk.BLOCK + 1: topk.BLOCK, 12: 12, 31: 5}
     scores = [pad.hold(torch.randint(0, 9, (channels,), generator=gen).float(), shift=1) for channels in counts]
     scores[2][::3] = NAN
     together = grouped_choices(scores, list(counts.values()))
@@ -135,7 +135,7 @@ def test_choices_together_are_the_choices_alone(device):
     pad.check()
 
 
-@pytest.mark.parametrize("channels", [1, 8191, 8192, 8193, 20_011])
+@pytest.mark.parametrize("channels", [1, topk.BLOCK - 1, topk.BLOCK, topk.BLOCK + 1, 20_011])
 def test_choice_over_several_blocks(channels, device, poisoned):
     scores = torch.randint(0, 50, (channels,), generator=torch.Generator().manual_seed(channels)).float()
     scores[::17] = NAN
