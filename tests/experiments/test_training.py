@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from zenflow.config import ZenFlowConfig
 from zenflow.telemetry import StepRecord
 from zenflow.training.data import Dataset, Order, Stream
-from zenflow.training.engines import AdamW, Report
+from zenflow.training.engines import AdamW, Report, ZenFlowRun
 from zenflow.training.loop import Loop, learning_rate
 from zenflow.training.metrics import Evaluation, History, Recorder, StepTimer, Subject, engine_part, summarise, table
 from zenflow.training.models import Classifier, PretrainedTokenizer, TinyModel, locate_model
@@ -187,6 +188,19 @@ def test_an_engine_that_broke_off_in_a_step_costs_its_part_of_the_lines_only(tmp
         (4, False),
     ]
     assert "not complete: a step was broken off" in caplog.text
+
+
+def test_the_engine_gives_each_record_once():
+    weight = nn.Parameter(torch.ones(16, 16))
+    with ZenFlowRun([weight], ZenFlowConfig(min_deferred_numel=1), lr=0.1) as engine:
+        given = []
+        for steps in (1, 3, 0):
+            for _ in range(steps):
+                weight.square().sum().backward()
+                engine.step()
+                engine.zero_grad()
+            given.append([record.step for record in engine.records()])
+    assert given == [[1], [2, 3, 4], []]
 
 
 def test_the_floor_part_is_the_step_s_own_time_less_the_optimizer_s():
