@@ -127,6 +127,7 @@ class Pipeline:
     def drop_gradients(self) -> None:
         """The gradients since the last step are thrown away: weights that went into transit with them arrive first."""
         if self.uploads.begun:
+            adopt_outside_changes(self)
             self.make_visible()
         if self.uploads.arrived:
             self.prepare_backward()

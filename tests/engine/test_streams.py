@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import Builder, Pair, assert_same_bits, differing, make_gradients, make_parameters, snapshot
-from tests.engine.simulation import Simulation
 from zenflow import ZenFlow
 from zenflow.pipeline import Pipeline
 
@@ -142,33 +141,6 @@ def test_c2_a_forward_at_once_sees_one_whole_version(upload: str, rule: str, bui
         for index, (now, old) in enumerate(zip(seen, before, strict=True)):
             assert_same_bits(now, pair.model.visible(index), f"weight {index} in step {number}")
             assert differing(now, old)
-
-
-@pytest.mark.parametrize("slow", [None, *STREAMS])
-@pytest.mark.parametrize("rule", ["gpu", "host"])
-def test_e15_a_thousand_rounds_through_two_slots(rule: str, slow: str | None, build: Builder) -> None:
-    """E15: a window a step, so that the two records of each bucket, and the lanes, are refilled a thousand times while
-    worker and streams are busy with them; every weight of every round is compared, and nothing waits in between."""
-    shapes = [(31, 40), (17, 64), (5, 5)]
-    settings = {"lr": 0.02, "topk_ratio": 0.2, "update_interval": 1, "select_interval": 5000, "bucket_bytes": 1024}
-    parameters = make_parameters(shapes, torch.bfloat16, "cuda")
-    pair = Pair(build, parameters, **settings, **RULES[rule])
-    stamps = make_gradients(shapes, torch.bfloat16, 8)
-    on_device = [[grad.cuda() for grad in grads] for grads in stamps]
-    seen: list[list[Tensor]] = []
-    for number in range(1000):
-        if slow is not None and number % 50 < 3:
-            sleep_on(STREAMS[slow](pair.engine), SLOW // 10)
-        pair.engine.zero_grad()
-        one_pass(parameters, [grad * (1 + number % 7) for grad in on_device[number % 8]])
-        pair.engine.step()
-        seen.append([parameter.detach().clone() for parameter in parameters])
-    assert isinstance(pair.model, Simulation)
-    for number, weights in enumerate(seen):
-        pair.model.step([grad * (1 + number % 7) for grad in stamps[number % 8]])
-        for index, weight in enumerate(weights):
-            assert_same_bits(weight, pair.model.visible(index), f"weight {index} in round {number}")
-    pair.check_state()
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.engine.driving import Builder, Pair, assert_same_bits, make_gradients, make_parameters
 from tests.engine.driving import backward as one_pass
@@ -209,3 +209,42 @@ def test_e7_a_worker_killed_while_a_stream_waits_for_it(build: Builder) -> None:
         pair.engine.step()
     pair.engine.close(flush=False)
     assert all(bool(parameter.isfinite().all()) for parameter in pair.parameters)
+
+
+class Fails(torch.autograd.Function):
+    """Breaks backward off in the middle, as running out of memory does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise MemoryError("in the middle of backward")
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["uploaded", "poisoned"])
+def test_training_goes_on_after_a_backward_that_broke_off(checked: bool, device: str, build: Builder) -> None:
+    """Some buckets have landed when it does; zero_grad() makes the weights whole, and the batch is tried again."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(12, 12).to(device), nn.Linear(12, 12).to(device)
+    parameters = [*first.parameters(), *last.parameters()]
+    pair = Pair(build, parameters, **SETTINGS | {"bucket_bytes": 1, "upload_check": checked})
+    for number in range(1, 11):
+        x = torch.randn(3, 12, device=device)
+        pair.engine.zero_grad()
+        pair.engine._pipeline.wait_for_worker()
+        if number in (4, 8):
+            with pytest.raises(MemoryError, match="in the middle"):
+                last(Fails.apply(first(x))).square().sum().backward()
+            assert pair.engine._pipeline.uploads.in_transit
+            pair.engine.zero_grad()
+            for state in pair.model.states:
+                if state.pending is not None:
+                    state.show(~state.selected, state.pending)
+                    state.pending = None
+            pair.check_weights()
+        last(first(x)).square().sum().backward()
+        pair.step_on_grad()
+    pair.check_state()
+    assert pair.engine.stats().skipped_steps == 0

@@ -122,7 +122,7 @@ def test_weights_changed_between_backward_and_step_are_an_error_by_name(kind: st
         step(pair, grads)
     backward(pair, stream[5])
     change(parameters[1], kind)
-    for call in (pair.engine.step, pair.engine.flush):
+    for call in (pair.engine.step, pair.engine.flush, pair.engine.zero_grad):
         with pytest.raises(ValueError, match=r"layer1 .*between backward\(\) and step\(\).*upload='step'"):
             call()
     with pytest.raises(ValueError, match=r"layer\d .*between backward\(\) and step\(\)"):
