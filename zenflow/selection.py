@@ -191,7 +191,7 @@ class _Block:
 
     @property
     def numel(self) -> int:
-        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start) if self.job.travels else 0
+        return (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
 
     def order(self, begin: int) -> Order:
         """What the worker has to do, with the half of the ring that begins at `begin`."""
@@ -284,7 +284,10 @@ def _idle_half(storage: SegmentStorage) -> tuple[int, int]:
 
 
 def _pack(jobs: Sequence[_Job], capacity: int) -> list[list[_Block]]:
-    """Blocks in the order of their jobs, as many a part as `capacity` elements hold."""
+    """Blocks in the order of their jobs, as many a part as `capacity` elements hold.
+
+    Those that do not travel count too: the worker shows no sign of life within a part.
+    """
     parts: list[list[_Block]] = [[]]
     room = capacity
     for job in jobs:
@@ -300,7 +303,7 @@ def _pack(jobs: Sequence[_Job], capacity: int) -> list[list[_Block]]:
 
 def _blocks(job: _Job, capacity: int) -> Iterator[_Block]:
     rows, cols = job.move.compact_shape
-    cuts = list(chunks(rows, cols, capacity if job.travels else rows * cols))
+    cuts = list(chunks(rows, cols, capacity))
     for number, (across, along) in enumerate(cuts):
         row, col = slice(across.start, min(across.stop, rows)), slice(along.start, min(along.stop, cols))
         yield _Block(job, row, col, first=number == 0, last=number == len(cuts) - 1)
