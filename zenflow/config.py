@@ -94,7 +94,7 @@ class ZenFlowConfig:
     backward_passes_per_step: int | None = None
     """Backward passes before each `step()`; None: learned for each parameter in its first window."""
 
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 128 * 2**20
     """Bytes of weights that travel in one copy."""
 
     max_grad_norm: float | None = None

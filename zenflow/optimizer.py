@@ -25,6 +25,8 @@ from zenflow.storage import Newcomer
 from zenflow.telemetry import StepRecord
 from zenflow.trace import Tracer
 
+_CLOSED = "this ZenFlow optimizer is closed; build a new one"
+
 
 @dataclass(frozen=True)
 class ChannelState:
@@ -182,8 +184,13 @@ class ZenFlow(torch.optim.Optimizer):
         )
 
     def records(self, wait: bool = False) -> list[StepRecord]:
-        """What the latest steps cost, oldest first, without making anything wait; `wait` waits for all that ended."""
-        return self._running().telemetry.records(wait)
+        """What the latest steps cost, oldest first, without making anything wait; `wait` waits for all that ended.
+
+        Also after a step that was broken off; RuntimeError after `close()`.
+        """
+        if self._closed or self._pipeline is None:
+            raise RuntimeError(_CLOSED)
+        return self._pipeline.telemetry.records(wait)
 
     @contextmanager
     def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
@@ -255,7 +262,7 @@ class ZenFlow(torch.optim.Optimizer):
 
     def _running(self) -> Pipeline:
         if self._closed or self._pipeline is None:
-            raise RuntimeError("this ZenFlow optimizer is closed; build a new one")
+            raise RuntimeError(_CLOSED)
         if self._pipeline.stepping:
             if self._pipeline.client is not None:
                 self._pipeline.client.check()

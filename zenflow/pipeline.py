@@ -18,7 +18,6 @@ next; the next fold waits for that copy, because there is one accumulator.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 
 import numpy as np
@@ -28,16 +27,15 @@ from zenflow_kernels.close_step import close_step
 from zenflow_kernels.control import StepControl
 from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.norm import partial_norms
-from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Table
 
-from zenflow.bias import bias_table
 from zenflow.checks import group_hyper, usable_gradient
 from zenflow.client import WorkerClient, WorkerError
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.outside import adopt_outside_changes
 from zenflow.ring import Slot
+from zenflow.scalars import StepScalars
 from zenflow.selection import choose_channels, give_owners
 from zenflow.sending import Sender, trace_worker
 from zenflow.storage import ParamRecord, SegmentStorage
@@ -66,6 +64,7 @@ class Pipeline:
         self.storages: list[SegmentStorage] = []
         self.control = StepControl.create(0, config.update_interval, device)
         self.partials = torch.zeros(0, dtype=torch.float64, device=device)
+        self.scalars = StepScalars(device)
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
@@ -81,7 +80,6 @@ class Pipeline:
         self.highest_t = 0  # no channel's t is above it
         self.counters = dict.fromkeys(("windows", "selections"), 0)
         self.grads: list[Tensor | None] = []  # of the step that runs, one a record
-        self._uploaded: dict[str, tuple[Hashable, Tensor]] = {}
 
     # Phase 2
 
@@ -103,7 +101,7 @@ class Pipeline:
             # A group that came in mid-window had no gradients in its earlier steps; its scalars there are never read.
             self.hyper_log = [row + hyper_row[len(row) :] for row in self.hyper_log] + [hyper_row]
             self.present_log.append([grad is not None for grad in self.grads])
-            hyper, bias = self._hyper_tables()
+            hyper, bias = self.scalars.factors(hyper_row, self.highest_t)
             self.sender.wait_for_copies()
             self._reduce(plan.position, grad_scale, found_inf)
             self.uploads.end_backward(self._is_finite)
@@ -153,44 +151,10 @@ class Pipeline:
             partial_norms(table, self.partials[first : first + table.n_partials])
             first += table.n_partials
         close_step(
-            self.control, self.partials, self._present(),
+            self.control, self.partials, self.scalars.present(self.present_log[-1]),
             window=self.clock.state.window, position=position, max_grad_norm=self.config.max_grad_norm,
             grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
-
-    def _present(self) -> Tensor:
-        """int32 `[params]`, 1 where the parameter has a gradient in this step."""
-        row = tuple(self.present_log[-1])
-        return self._upload("present", row, lambda: torch.tensor(row, dtype=torch.int32, device="cpu"))
-
-    def _hyper_tables(self) -> tuple[Tensor, Tensor]:
-        """This step's scalars fp32 `[groups, 8]` and bias corrections fp32 `[groups, length, 2]` on the device."""
-        rows = tuple(self.hyper_log[-1])
-        tables = [bias_table(beta1, beta2, self.highest_t) for _, beta1, beta2, _, _ in rows]
-
-        def packed() -> Tensor:
-            return torch.tensor([pack_hyper(*row) for row in rows], dtype=torch.float32, device="cpu")
-
-        def stacked() -> Tensor:
-            # A table that is shorter than another has saturated: its factors stay 1.
-            factors = torch.ones(len(tables), max(map(len, tables)), 2, dtype=torch.float32, device="cpu")
-            for place, table in enumerate(tables):
-                factors[place, : len(table)] = torch.from_numpy(table.copy())
-            return factors
-
-        key = tuple((row[1], row[2], len(table)) for row, table in zip(rows, tables, strict=True))
-        return self._upload("hyper", rows, packed), self._upload("bias", key, stacked)
-
-    def _upload(self, name: str, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, on the device; made and sent again only when `key` has changed."""
-        if name not in self._uploaded or self._uploaded[name][0] != key:
-            self._uploaded[name] = key, self._to_device(make())
-        return self._uploaded[name][1]
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     # Phases 3 to 5
 

@@ -13,10 +13,11 @@ reaches a gradient, uploads stay in `step()`.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,8 @@ class Uploads:
         self._client = client
         if self._words is not None:
             self._pins.add(torch.from_numpy(client.header.arena.array(np.uint8, 0, client.header.arena.nbytes)))
+            # Also when nobody calls close(), and before the client's own end, which unmaps the header.
+            weakref.finalize(client, self._pins.release)
             self._done = self._words.device_address(client.done_address)
 
     def close(self) -> None:
@@ -106,6 +109,8 @@ class Uploads:
         if not watched:
             return
         self._plan_jobs()
+        if self._armed:
+            _mention_compilation()
         me = weakref.ref(self)
         for record in watched:
             hook = partial(_on_gradient, me, record.index)
@@ -317,6 +322,17 @@ class Arrivals:
     def usual(self, index: int) -> int | None:
         """The number, 0 if it varied, None before it is known."""
         return self._usual.get(index)
+
+
+@cache
+def _mention_compilation() -> None:
+    """Once a process, if torch.compile has compiled anything in it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and dynamo.counters["frames"].get("ok"):
+        logger.info(
+            "under torch.compile the gradients of a graph all appear when its backward ends: "
+            "uploads are right, but find little to overlap with"
+        )
 
 
 def _on_gradient(uploads: weakref.ref[Uploads], index: int, _: Tensor) -> None:

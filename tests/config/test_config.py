@@ -111,7 +111,7 @@ def test_defaults_are_the_documented_ones():
         "upload": "backward",
         "upload_check": True,
         "backward_passes_per_step": None,
-        "bucket_bytes": 67108864,
+        "bucket_bytes": 134217728,
         "max_grad_norm": None,
         "worker_threads": "auto",
         "core_binding": "auto",

@@ -71,7 +71,7 @@ class ZenFlowEngine(EngineConfig):
     upload: Upload = Upload.backward
     upload_check: bool = True
     backward_passes_per_step: int | None = None
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 128 * 2**20
     worker_threads: int | str = "auto"
     core_binding: bool | str = "auto"
     pt_reserved_cores_perc: float = 0.25
