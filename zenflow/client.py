@@ -85,7 +85,7 @@ class WorkerClient:
     @property
     def done_address(self) -> int:
         """Of the word that `done` reads, for streams that wait for it."""
-        return self.header.arena.address + Header.DTYPE.fields["done"][1]
+        return self.header.done_address
 
     def finished(self, seq: int) -> bool:
         """Whether the slot `seq` is processed. WorkerError if it never will be."""
@@ -106,12 +106,9 @@ class WorkerClient:
         self._send(("attach", segment, len(fds)))
         try:
             socket.send_fds(self._socket, [b"\0"], fds)
-            while not self._connection.poll(LIVENESS_SECONDS):
-                self.check()
-            answer = self._connection.recv()
-        except (EOFError, OSError) as error:
+        except OSError as error:
             raise self._failure() from error
-        assert answer == ("attached", segment.index), answer
+        self._await(("attached", segment.index))
 
     def begin_exchange(self, segment: int, orders: Sequence[Order]) -> None:
         """Have the idle worker carry out `orders` in the memory of one segment; `end_exchange` waits for it."""
@@ -119,13 +116,7 @@ class WorkerClient:
 
     def end_exchange(self, segment: int) -> None:
         """Until the worker has carried out the orders of the last `begin_exchange`. WorkerError if it never will."""
-        try:
-            while not self._connection.poll(LIVENESS_SECONDS):
-                self.check()
-            answer = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._failure() from error
-        assert answer == ("exchanged", segment), answer
+        self._await(("exchanged", segment))
 
     def wait_done(self, seq: int, check: Callable[[], None] | None = None) -> float:
         """Wait until the slot `seq` is processed; seconds waited.
@@ -165,6 +156,16 @@ class WorkerClient:
             self._connection.send(message)
         except OSError as error:
             raise self._failure() from error
+
+    def _await(self, expected: tuple) -> None:
+        """Until the worker's next message, which must be `expected`. WorkerError if it never comes."""
+        try:
+            while not self._connection.poll(LIVENESS_SECONDS):
+                self.check()
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
+        assert answer == expected, answer
 
     def _failure(self) -> WorkerError:
         """Its end is certain or near when this is called: wait for it, then tell."""
@@ -241,7 +242,7 @@ class _Watch(threading.Thread):
                 )
                 self._process.kill()
                 self._process.wait()
-            native.store_release(self._header.arena.address + Header.DTYPE.fields["done"][1], RELEASED)
+            native.store_release(self._header.done_address, RELEASED)
             return
 
 

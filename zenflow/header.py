@@ -29,7 +29,7 @@ class Header:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._words = {name: self._view(arena, name) for name in self.DTYPE.names if name != "text"}
-        self._done = arena.address + self.DTYPE.fields["done"][1]
+        self._done = self.done_address
         self._text = arena.array(np.uint8, self.DTYPE.fields["text"][1], TEXT_BYTES)
         self._last: tuple[int, float, str | None] = (0, 0.0, None)
 
@@ -57,6 +57,11 @@ class Header:
     def done(self) -> int:
         """Slots fully processed since the worker started (acquire)."""
         return native.load_acquire(self._done) if self._words else self._last[0]
+
+    @property
+    def done_address(self) -> int:
+        """Of the word that `done` reads, for streams that wait for it and for whoever releases them."""
+        return self.arena.address + self.DTYPE.fields["done"][1]
 
     @property
     def busy_seconds(self) -> float:

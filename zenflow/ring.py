@@ -1,7 +1,8 @@
 """Shared memory between the trainer and the CPU optimizer's process, and the contract of its slots.
 
-All memory is anonymous (memfd), handed over by descriptor: nothing in /dev/shm, nothing to leak. A `Header` carries the
-counters of one worker. A `SegmentMemory` is three arenas of one segment: ring and slots, shadow, the worker's state.
+All memory is anonymous (memfd), handed over by descriptor: nothing in /dev/shm, nothing to leak. A `Header`
+(`header.py`) carries the counters of one worker. A `SegmentMemory` is the arenas of one segment: ring and slots, the
+worker's state, the shadow.
 
 Order: the trainer sends, every window, all buckets of all attached segments, segment by segment. The n-th slot sent has
 sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and then raises
@@ -202,7 +203,7 @@ class SegmentMemory:
         The turn that it took. Buckets come in order; the first writes it for all of them, the others only take part.
         AssertionError if the worker has not finished with that turn's last window, or a bucket is out of order.
         """
-        turn = self._uses[bucket] & 1
+        turn = self.turn(bucket)
         if bucket == 0:
             self._write_window(turn, seq, window, n_steps, hyper, present)
         else:

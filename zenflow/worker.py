@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 
 from zenflow import exchange, native
 from zenflow.geometry import Segment
+from zenflow.header import Header
 from zenflow.planning import SegmentWork
-from zenflow.ring import Header, SegmentMemory, TornSlotError, WorkerSettings
+from zenflow.ring import SegmentMemory, TornSlotError, WorkerSettings
 
 SPIN_NS = 200_000
 # (idle since, poll interval), seconds: within training the wait is between buckets, then between windows.
