@@ -1,7 +1,7 @@
-"""The compiled pass of the CPU optimizer, and the two memory orderings that Python lacks.
+"""The compiled loops of the CPU optimizer (pass, exchange, triad), and two memory orderings that Python lacks.
 
 `load()` builds the C files in native_src with the system's C compiler into a per-user cache and binds them with ctypes.
-Without a compiler, or with ZENFLOW_NATIVE=0, it returns None: the torch fallback gives the same bits, several times
+Without a compiler, or with ZENFLOW_NATIVE=0, it returns None: torch and NumPy give the same bits, several times
 slower. The orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError.
 """
 

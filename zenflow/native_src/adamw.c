@@ -3,7 +3,6 @@
  * -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts change no bit.
  * The structures are those of zenflow/native.py. */
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__

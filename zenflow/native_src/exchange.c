@@ -3,8 +3,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
 typedef struct { /* of one matrix [rows, cols]: channels `leave` take the block's values, then it takes those of `enter` */
     float *state, *block;          /* block: NULL if nothing travels; the leaving ones become zero then */
     const int64_t *leave, *enter;  /* channels, `n_enter` of the second and as many, or none, of the first */
