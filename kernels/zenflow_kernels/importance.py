@@ -5,8 +5,8 @@
 
 Two stages in a fixed order, without atomics: every program sums a block of channels over a run of their elements, then
 the runs of each channel are added in their order. A launch takes many matrices, and its program number leads through
-`matrix_ptr` to what it is told of its own. fp32 throughout; a channel whose sum overflows, or that holds an inf
-or NaN, scores non-finite, which `select_channels` never prefers.
+`matrix_ptr` to what it is told of its own. fp32 throughout; a channel whose sum overflows, or that holds an inf or NaN,
+scores non-finite, which `select_channels` never prefers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ RUN = 512  # elements of a channel that one program sums
 # Elements of a channel x channels, read at once; the second pair where the elements of a channel are neighbours.
 COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
 SUM_BLOCK = 256  # channels whose runs one program adds
-
 
 # Columns of what the kernels are told of a matrix, one int64 each.
 N_FIELDS = tl.constexpr(9)
@@ -96,8 +95,11 @@ def channel_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
 
 
 def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> list[Tensor]:
-    """`channel_scores` of several matrices of one device, in two launches for each dtype; a matrix's scores do not
-    depend on the others."""
+    """`channel_scores` of each of `xs`, all on one device; a matrix's scores do not depend on the others.
+
+    Two launches for each dtype and alignment of the rows, one copy to the device and no waiting for it. Raises
+    ValueError as `channel_scores`.
+    """
     channel_axis(channel_dim)
     if importance not in IMPORTANCES:
         raise ValueError(f"importance must be one of {IMPORTANCES}, got {importance!r}")

@@ -77,7 +77,10 @@ def select_channels(scores: Tensor, n: int) -> Tensor:
 
 
 def grouped_choices(scores: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """`select_channels` of each of `scores`, all on one device, with its number of `counts`, in one launch."""
+    """`select_channels` of each of `scores`, all on one device, with its number of `counts`, in one launch.
+
+    int64 `[n]` for each. Raises ValueError unless scores are contiguous fp32 `[channels]` and 0 <= n <= channels.
+    """
     for score, n in zip(scores, counts, strict=True):
         if score.dtype != torch.float32 or score.dim() != 1 or not score.is_contiguous():
             raise ValueError(

@@ -98,7 +98,7 @@ class History:
     @torch.no_grad()
     def swap_weights(self) -> None:
         if self.settings["deferred_rule"] == "replay":
-            self.flush()  # asked for by name, see test_uploads
+            self.flush()  # asked for by name, see test_upload_weights
         kept = [parameter.clone() for parameter in self.pair.parameters]
         for parameter in self.pair.parameters:
             parameter.mul_(0.3)
