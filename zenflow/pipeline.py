@@ -241,14 +241,20 @@ class Pipeline:
             self.sender.wait_done(self.sender.sent)
 
     def flush(self) -> None:
-        """End the running window now and make every result visible."""
+        """End the running window now and make every result visible; returns when the worker has finished them.
+
+        WorkerError if it never will: whoever asks for final weights must not get others.
+        """
+        if self.client is not None:
+            self.client.check()
         adopt_outside_changes(self)
         self.sender.check_gradients()
         self.make_visible()
         if self.hyper_log:
             self.uploads.pending = self._send_window()
             self.clock.end_window()
-            self.make_visible()
+        self.wait_for_worker()
+        self.make_visible()
         self.write_selected()
         self.prepare_backward()
 

@@ -97,8 +97,8 @@ class Sender:
         if not storages:
             return []
         self._free_records()
-        self._follow_compute()
         ready = self._ready_words(sum(len(storage.segment.buckets) for storage in storages))
+        self._follow_compute()  # which has made the words, too
         sent: list[Sent] = []
         with torch.cuda.stream(self.stream):
             for storage in storages:
