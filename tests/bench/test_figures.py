@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from typing import Any
 
@@ -157,8 +158,6 @@ def test_the_table_is_aligned_and_says_why_a_row_is_empty():
 
 
 def test_csv_has_every_figure_and_the_machine(tmp_path):
-    import csv
-
     tables.write_csv(compare(contest()), {"gpu": "some GPU", "commit": "abc"}, tmp_path / "step.csv")
     with open(tmp_path / "step.csv", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
-from zenflow import memory_bench
+from zenflow.bench import bandwidth
 from zenflow.bench.command import main
 
 
 def test_the_ratio_is_of_the_pass_to_the_triad(monkeypatch, capsys):
-    monkeypatch.setattr(memory_bench, "triad", {1: 10.0, 2: 20.0}.__getitem__)
-    monkeypatch.setattr(memory_bench, "pass_bandwidth", {1: 9.0, 2: 25.0}.__getitem__)
+    monkeypatch.setattr(bandwidth, "triad", {1: 10.0, 2: 20.0}.__getitem__)
+    monkeypatch.setattr(bandwidth, "pass_bandwidth", {1: 9.0, 2: 25.0}.__getitem__)
     assert main(["memory", "--threads", "1", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()[-2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells == [["1", "10.0", "9.0", "90.0%"], ["2", "20.0", "25.0", "125.0%"]]
 
 
-def test_it_measures(monkeypatch, capsys):
-    monkeypatch.setattr(memory_bench, "triad", partial(memory_bench.triad, n_bytes=1 << 20))
-    monkeypatch.setattr(memory_bench, "pass_bandwidth", partial(memory_bench.pass_bandwidth, n_parameters=1 << 24))
+def test_both_bandwidths_are_measured(monkeypatch, capsys):
+    monkeypatch.setattr(bandwidth, "triad", partial(bandwidth.triad, n_bytes=1 << 20))
+    monkeypatch.setattr(bandwidth, "pass_bandwidth", partial(bandwidth.pass_bandwidth, n_parameters=1 << 24))
     assert main(["memory", "--threads", "1"]) == 0
     threads, *figures = capsys.readouterr().out.splitlines()[-1].strip("| ").split("|")
     assert int(threads) == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zenflow import memory_bench, native
+from zenflow import native
+from zenflow.bench import bandwidth
 
 
 def test_switched_off(monkeypatch):
@@ -95,24 +96,24 @@ def test_the_triad_computes_what_it_says_and_gives_a_bandwidth(library, streamin
     b[:], c[:] = np.arange(1024), 1000
     library.triad(a.ctypes.data, b.ctypes.data, c.ctypes.data, 1024, bool(streaming), 2)
     np.testing.assert_array_equal(a, b + 3 * c)
-    assert 0 < memory_bench.triad(2, 1 << 20, streaming=streaming) < 1e5
+    assert 0 < bandwidth.triad(2, 1 << 20, streaming=streaming) < 1e5
 
 
 @pytest.mark.parametrize("n_bytes", [0, 65])
 def test_the_triads_size_is_whole_cache_lines(n_bytes):
     with pytest.raises(ValueError, match=f"multiple of 64, got {n_bytes}"):
-        memory_bench.triad(1, n_bytes)
+        bandwidth.triad(1, n_bytes)
 
 
 @pytest.mark.parametrize("dtype, per_channel", [("bfloat16", True), ("float16", False), ("float32", True)])
 def test_the_pass_gives_a_bandwidth(library, monkeypatch, dtype, per_channel):
-    monkeypatch.setattr(memory_bench, "CHANNELS", 256)
-    assert 0 < memory_bench.pass_bandwidth(2, 1, dtype, per_channel) < 1e5
+    monkeypatch.setattr(bandwidth, "CHANNELS", 256)
+    assert 0 < bandwidth.pass_bandwidth(2, 1, dtype, per_channel) < 1e5
 
 
 def test_bandwidths_need_the_compiled_pass(monkeypatch):
     monkeypatch.setattr(native, "load", lambda: None)
     with pytest.raises(RuntimeError, match="without a C compiler"):
-        memory_bench.triad(1, 64)
+        bandwidth.triad(1, 64)
     with pytest.raises(RuntimeError, match="without a C compiler"):
-        memory_bench.pass_bandwidth(1, 1)
+        bandwidth.pass_bandwidth(1, 1)

@@ -39,6 +39,7 @@ def run_job(job: Job, log: Path, timeout: float) -> dict[str, Any]:
 
 
 def module_command() -> list[str]:
+    """This interpreter with `zenflow-bench`, installed or not."""
     return [sys.executable, "-m", "zenflow.bench"]
 
 

@@ -62,6 +62,17 @@ def _parser() -> ArgumentParser:
 
 def _add_step(step: ArgumentParser) -> None:
     step.set_defaults(run=_step)
+    _add_model(step)
+    _add_trainers(step)
+    _add_tables(step)
+    run = step.add_argument_group("run")
+    run.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), metavar="PATH", help="run before measuring")
+    run.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    run.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a trainer (600)")
+    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
+
+
+def _add_model(step: ArgumentParser) -> None:
     model = step.add_argument_group("model and batch")
     model.add_argument("--shape", choices=SHAPES, default="1.5B", help="a Qwen2.5 model's shape (default: %(default)s)")
     model.add_argument("--batch", type=_integer(1), default=8, metavar="N", help="sequences (default: %(default)s)")
@@ -71,6 +82,8 @@ def _add_step(step: ArgumentParser) -> None:
     model.add_argument("--lr", type=_positive, default=1e-5, metavar="X", help="learning rate (default: 1e-5)")
     model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
 
+
+def _add_trainers(step: ArgumentParser) -> None:
     who = step.add_argument_group("trainers")
     who.add_argument(
         "--trainers",
@@ -96,6 +109,8 @@ def _add_step(step: ArgumentParser) -> None:
         help="timed windows of each ZenFlow; the other trainers take as many steps as the first (default: 10)",
     )
 
+
+def _add_tables(step: ArgumentParser) -> None:
     more = step.add_argument_group("further tables")
     more.add_argument("--selection", action="store_true", help="what selecting costs each ZenFlow")
     more.add_argument(
@@ -105,12 +120,6 @@ def _add_step(step: ArgumentParser) -> None:
     more.add_argument("--growth", action="store_true", help="the first ZenFlow by model size and worker cores")
     more.add_argument("--growth-shapes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "3B"], metavar="SHAPE")
     more.add_argument("--growth-cores", nargs="+", type=_integer(1), default=[4, 8, 12], metavar="N")
-
-    run = step.add_argument_group("run")
-    run.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), metavar="PATH", help="run before measuring")
-    run.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench-results/DATE_TIME")
-    run.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a trainer (600)")
-    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
 
 
 def _step(args: Namespace) -> int:

@@ -18,7 +18,7 @@ COLUMNS = (
 
 def run(args: Namespace) -> int:
     """Measure and print one row a number of threads."""
-    from zenflow.memory_bench import pass_bandwidth, triad
+    from zenflow.bench.bandwidth import pass_bandwidth, triad
 
     rows = []
     for threads in args.threads:

@@ -62,7 +62,7 @@ def deepspeed_config(job: Job) -> dict:
         zero["zenflow"] = {
             "topk_ratio": 0.1,
             "select_strategy": "step",
-            "select_interval": job.settings.get("select_interval", DEFAULT_U * (job.warm_up + job.steps + 1)),
+            "select_interval": DEFAULT_U * (job.warm_up + job.steps + 1),
             "update_interval": DEFAULT_U,
             "full_warm_up_rounds": 0,
             "overlap_step": True,

@@ -12,7 +12,7 @@ DEFAULT_U = 4
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build` is `module:function`, called in the child as `function(model, job)`; `needs` a package that may lack."""
+    """`build` is `module:class`, called in the child as `class(model, job)`; `needs` a package that may be missing."""
 
     build: str
     needs: str | None = None

@@ -56,11 +56,12 @@ class Session:
         self.facts = facts() | command
         self.facts["commit"] = args.commit or self.facts["commit"]
         self.proof = Proof(False, False, "the tests have not run yet")
-        self.contestants: list[tuple[Job, Row]] = []  # of the step table, before anything is compared
+        self.contestants: list[Row] = []  # of the step table, before anything is compared
         self.more: list[Row] = []
         self._children = 0
 
     def say(self, line: str) -> None:
+        """A line of progress, beside the tables."""
         print(line, file=sys.stderr, flush=True)
 
     def run(self, job: Job) -> dict:
@@ -73,16 +74,18 @@ class Session:
         return result
 
     def log(self, name: str) -> Path:
+        """Where a child's own words go."""
         return self.folder / "logs" / f"{name}.log"
 
     def add(self, row: Row) -> None:
+        """One more row of the further tables, in the files at once."""
         self.more.append(row)
         self.save()
 
     @property
     def rows(self) -> list[Row]:
         """All rows as they may be shown: without ratios unless the tests are green."""
-        rows = [*compare([row for _, row in self.contestants]), *self.more]
+        rows = [*compare(self.contestants), *self.more]
         return rows if self.proof.green else without_ratios(rows)
 
     def save(self) -> str:
@@ -128,6 +131,7 @@ def job_for(args: Namespace, trainer: str, label: str, window: int, settings: di
 
 
 def variant_job(args: Namespace, variant: Variant, label: str = "", **changes) -> Job:
+    """ZenFlow with a variant's settings."""
     label = label or f"zenflow {variant.text}".strip()
     return job_for(args, "zenflow", label, variant.window, variant.settings, **changes)
 
@@ -158,7 +162,7 @@ def run_contestants(session: Session) -> None:
             result = {"error": "not installed"}
         else:
             result = session.run(job)
-        session.contestants.append((job, row_of(job, result)))
+        session.contestants.append(row_of(job, result))
         session.save()
 
 

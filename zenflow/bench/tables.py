@@ -14,15 +14,19 @@ Format = Callable[[Any], str]
 
 
 def number(digits: int) -> Format:
+    """A number with so many digits after the point."""
     return lambda value: f"{value:,.{digits}f}"
 
 
 def share(value: float) -> str:
+    """0.5 as 50.0%."""
     return f"{value:.1%}"
 
 
 @dataclass(frozen=True)
 class Column:
+    """A column of a table: the row's `field` under `title`, in its `form`."""
+
     title: str
     field: str
     form: Format = str
