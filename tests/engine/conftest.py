@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tests.engine.driving import Builder
+from tests.engine.uploading import watch_uploads
 from zenflow import ZenFlow
+from zenflow.uploads import Sent
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -26,3 +28,9 @@ def build() -> Iterator[Builder]:
     yield make
     for optimizer in made:
         optimizer.close(flush=False)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sent, bool]]:
+    """Every upload of the test, in order: what, and whether backward took it."""
+    return watch_uploads(monkeypatch)

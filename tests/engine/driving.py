@@ -19,6 +19,16 @@ Builder = Callable[..., "ZenFlow"]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (), (31, 3), (1, 9)]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RULES: dict[str, dict[str, Any]] = {
+    "gpu": {},
+    "host": {"accumulate_on": "host"},
+    "replay": {"accumulate_on": "host", "deferred_rule": "replay"},
+}
+STREAMS: dict[str, Callable[[ZenFlow], torch.cuda.Stream]] = {
+    "copies": lambda engine: engine._pipeline.sender.stream,
+    "uploads": lambda engine: engine._pipeline.uploads.stream,
+    "compute": lambda engine: torch.cuda.current_stream(engine._pipeline.device),
+}
 
 
 def make_parameters(

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.driving import Builder, Pair, assert_same_bits, make_gradients, make_parameters
-from zenflow import ZenFlow
+from tests.engine.driving import RULES, STREAMS, Builder, Pair, assert_same_bits, make_gradients, make_parameters
 
 SLOW = 5_000_000  # cycles: milliseconds, several rounds long
-RULES = {"gpu": {}, "host": {"accumulate_on": "host"}}
-STREAMS: dict[str, Callable[[ZenFlow], torch.cuda.Stream]] = {
-    "copies": lambda engine: engine._pipeline.sender.stream,
-    "uploads": lambda engine: engine._pipeline.uploads.stream,
-    "compute": lambda engine: torch.cuda.current_stream(engine._pipeline.device),
-}
 PLACES = [("cpu", None), *(pytest.param("cuda", slow, marks=pytest.mark.gpu) for slow in (None, *STREAMS))]
 
 

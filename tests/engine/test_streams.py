@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.driving import Builder, Pair, assert_same_bits, differing, make_gradients, make_parameters, snapshot
-from zenflow import ZenFlow
+from tests.engine.driving import (
+    RULES,
+    STREAMS,
+    Builder,
+    Pair,
+    assert_same_bits,
+    differing,
+    make_gradients,
+    make_parameters,
+    snapshot,
+)
 from zenflow.pipeline import Pipeline
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(1024, 2048), (517, 1000), (64,)]
 SLOW = 50_000_000  # cycles: tens of milliseconds, longer than every copy of a window
-RULES: dict[str, dict[str, Any]] = {
-    "gpu": {},
-    "host": {"accumulate_on": "host"},
-    "replay": {"accumulate_on": "host", "deferred_rule": "replay"},
-}
-STREAMS: dict[str, Callable[[ZenFlow], torch.cuda.Stream]] = {
-    "copies": lambda engine: engine._pipeline.sender.stream,
-    "uploads": lambda engine: engine._pipeline.uploads.stream,
-    "compute": lambda engine: torch.cuda.current_stream(engine._pipeline.device),
-}
 
 
 def sleep_on(stream: torch.cuda.Stream, cycles: int = SLOW) -> None:

@@ -15,15 +15,9 @@ from tests.engine.driving import Builder, assert_same_bits
 from tests.engine.uploading import (
     SETTINGS,
     hooks_of,
-    watch_uploads,
 )
 from zenflow import ZenFlow
 from zenflow.uploads import TRIES, Sent
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sent, bool]]:
-    return watch_uploads(monkeypatch)
 
 
 class Reentrant(nn.Module):

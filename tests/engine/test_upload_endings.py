@@ -24,16 +24,10 @@ from tests.engine.uploading import (
     hooks_of,
     step,
     stream_of,
-    watch_uploads,
 )
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
 from zenflow.uploads import Sent
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sent, bool]]:
-    return watch_uploads(monkeypatch)
 
 
 @pytest.mark.parametrize("checked", [False, True], ids=["uploaded", "poisoned"])

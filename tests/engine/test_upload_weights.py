@@ -14,14 +14,8 @@ from tests.engine.uploading import (
     backward,
     step,
     stream_of,
-    watch_uploads,
 )
 from zenflow.uploads import Sent
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sent, bool]]:
-    return watch_uploads(monkeypatch)
 
 
 def test_frozen_unfrozen_and_added_parameters(device: str, build: Builder, taken: list[tuple[Sent, bool]]) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -23,18 +24,18 @@ SHAPES = {
 BUCKET_BYTES = [1, 256, 1024, 4096, 1 << 26]
 
 
+def placed(shapes: list[tuple[int, int, int]], index: int = 0, **changes: Any) -> Segment:
+    settings = {
+        "channel_dim": "row", "weight_dtype": "bfloat16", "ring_dtype": "float32",
+        "max_steps": 6, "n_groups": 1, "bucket_bytes": 64,
+    }  # fmt: skip
+    return lay_out(index, shapes, **settings | changes)
+
+
 def laid_out(name: str, dtype: str, bucket_bytes: int, channel_dim: str = "column") -> Segment:
     shapes = [(rows, cols, number % 3) for number, (rows, cols) in enumerate(SHAPES[name])]
-    return lay_out(
-        4,
-        shapes,
-        channel_dim=channel_dim,
-        weight_dtype=dtype,
-        ring_dtype="float32",
-        max_steps=6,
-        n_groups=3,
-        bucket_bytes=bucket_bytes,
-    )
+    kinds = {"channel_dim": channel_dim, "weight_dtype": dtype, "bucket_bytes": bucket_bytes}
+    return placed(shapes, index=4, n_groups=3, **kinds)
 
 
 @pytest.fixture(params=SHAPES)
@@ -129,17 +130,7 @@ def test_step_counts_of_matrices_follow_one_another(name: str, channel_dim: str)
 
 @pytest.mark.parametrize("lanes, expected", [(1, [0, 0, 0, 0]), (12, [0, 5, 6, 11])])
 def test_a_window_and_a_step_have_a_lane(lanes: int, expected: list[int]) -> None:
-    segment = lay_out(
-        0,
-        [(3, 5, 0)],
-        channel_dim="row",
-        weight_dtype="bfloat16",
-        ring_dtype="float16",
-        max_steps=6,
-        n_groups=1,
-        bucket_bytes=64,
-        lanes=lanes,
-    )
+    segment = placed([(3, 5, 0)], lanes=lanes)
     assert (segment.lanes, segment.keeps_steps) == (lanes, lanes > 1)
     assert [segment.lane(turn, step) for turn, step in ((0, 0), (0, 5), (1, 0), (1, 5))] == expected
 
@@ -147,44 +138,16 @@ def test_a_window_and_a_step_have_a_lane(lanes: int, expected: list[int]) -> Non
 @pytest.mark.parametrize("shape, lanes", [((0, 5, 0), 1), ((5, 0, 0), 1), ((5, 5, 0), 6)])
 def test_empty_matrices_and_other_numbers_of_lanes_are_refused(shape: tuple[int, int, int], lanes: int) -> None:
     with pytest.raises(AssertionError):
-        lay_out(
-            0,
-            [shape],
-            channel_dim="row",
-            weight_dtype="bfloat16",
-            ring_dtype="float16",
-            max_steps=6,
-            n_groups=1,
-            bucket_bytes=64,
-            lanes=lanes,
-        )
+        placed([shape], lanes=lanes)
 
 
 def test_no_matrices_is_an_empty_segment() -> None:
-    segment = lay_out(
-        0,
-        [],
-        channel_dim="row",
-        weight_dtype="float32",
-        ring_dtype="float32",
-        max_steps=1,
-        n_groups=1,
-        bucket_bytes=64,
-    )
+    segment = placed([], max_steps=1)
     assert (segment.numel, segment.n_channels, segment.buckets) == (0, 0, ())
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    segment = lay_out(
-        0,
-        [(3, 1 << 30, 0), (5, 7, 0)],
-        channel_dim="column",
-        weight_dtype="bfloat16",
-        ring_dtype="bfloat16",
-        max_steps=4,
-        n_groups=1,
-        bucket_bytes=1 << 26,
-    )
+    segment = placed([(3, 1 << 30, 0), (5, 7, 0)], channel_dim="column", bucket_bytes=1 << 26)
     assert [bucket.stop for bucket in segment.buckets[:3]] == [1 << 30, 1 << 31, 3 << 30]
     assert segment.matrices[1].offset == 3 << 30
 

@@ -233,6 +233,18 @@ class Trainer:
                         total = total + other
                     simulated.window(steps, total, self.settings.deferred_lr_scale)
 
+    def history(self) -> list[np.ndarray]:
+        """Checked windows with jumps of t, as after a migration or a resume, and betas that change midway; the bits."""
+        for number, beta1 in enumerate((0.9, 0.9, 0.5)):
+            self.run(self.make_window(beta1=beta1))
+            if number == 0:
+                self.memories[0].channel_step[::3] += 41
+                for simulated in self.simulated[0]:
+                    start = simulated.matrix.step_offset
+                    simulated.t[:] = self.memories[0].channel_step[start : start + simulated.matrix.channels]
+        self.check()
+        return self.bits()
+
     def bits(self) -> list[np.ndarray]:
         """Every bit of every result, in an order that does not depend on buckets."""
         result = []

@@ -67,26 +67,13 @@ def test_the_learning_rate_scale_is_of_accumulate_alone(trainer, scale):
         t.check()
 
 
-def history(t):
-    """Windows with jumps of t, as after a migration, and betas that change midway."""
-    for number, beta1 in enumerate((0.9, 0.9, 0.5)):
-        t.run(t.make_window(beta1=beta1))
-        if number == 0:
-            t.memories[0].channel_step[::3] += 41
-            for simulated in t.simulated[0]:
-                start = simulated.matrix.step_offset
-                simulated.t[:] = t.memories[0].channel_step[start : start + simulated.matrix.channels]
-    t.check()
-    return t.bits()
-
-
 @pytest.mark.parametrize("rule", ["accumulate", "replay"])
 def test_bits_do_not_depend_on_buckets_threads_or_the_compiled_pass(trainer, monkeypatch, rule):
     runs = []
     for bucket_bytes, threads, native in ((1 << 20, 1, "1"), (40_000, 2, "1"), (700, 3, "1"), (40_000, 1, "0")):
         monkeypatch.setenv("ZENFLOW_NATIVE", native)
         segment = make_segment(shapes=((301, 160, 0), (5, 301, 1)), bucket_bytes=bucket_bytes, lanes=LANES)
-        runs.append(history(trainer(segment, threads=threads, settings=rule_settings(rule))))
+        runs.append(trainer(segment, threads=threads, settings=rule_settings(rule)).history())
     for bits in runs[1:]:
         for found, expected in zip(bits, runs[0], strict=True):
             np.testing.assert_array_equal(found, expected)

@@ -66,26 +66,13 @@ def test_learning_rate_zero_and_zero_gradients_change_nothing(trainer):
         np.testing.assert_array_equal(old, new)
 
 
-def history(t):
-    """Windows with jumps of t, as after a migration or a resume, and betas that change midway."""
-    for number, beta1 in enumerate((0.9, 0.9, 0.5)):
-        t.run(t.make_window(beta1=beta1))
-        if number == 0:
-            t.memories[0].channel_step[::3] += 41
-            for simulated in t.simulated[0]:
-                start = simulated.matrix.step_offset
-                simulated.t[:] = t.memories[0].channel_step[start : start + simulated.matrix.channels]
-    t.check()
-    return t.bits()
-
-
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 def test_bits_do_not_depend_on_buckets_or_threads(trainer, channel_dim):
     shapes = ((301, 160, 0), (5, 301, 1))
     runs = []
     for bucket_bytes, threads in ((1 << 20, 1), (40_000, 2), (700, 1)):
         segment = make_segment(shapes=shapes, channel_dim=channel_dim, bucket_bytes=bucket_bytes)
-        runs.append((len(segment.buckets), history(trainer(segment, threads=threads))))
+        runs.append((len(segment.buckets), trainer(segment, threads=threads).history()))
     assert [runs[0][0], runs[1][0] > 2, runs[2][0] > 100] == [1, True, True]
     for _, bits in runs[1:]:
         for found, expected in zip(bits, runs[0][1], strict=True):
@@ -95,7 +82,7 @@ def test_bits_do_not_depend_on_buckets_or_threads(trainer, channel_dim):
 def test_without_the_compiled_pass_the_bits_are_the_same(trainer, monkeypatch):
     monkeypatch.setenv("ZENFLOW_NATIVE", "0")
     t = trainer(make_segment(bucket_bytes=700), make_segment(1, weight_dtype="float16", ring_dtype="float32"))
-    history(t)
+    t.history()
 
 
 def test_a_segment_attached_between_two_windows(trainer):
