@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals since construction (or the last `load_state_dict`), times in seconds, traffic in bytes.
+    """Totals since construction, times in seconds, traffic in bytes; the four counts go on from a loaded state.
 
     `grad_norm` is the last step's norm of the unscaled gradient before clipping. `stall_seconds` is device time between
     the end of the work that was queued and the arrival of the result that it waited for, `selection_seconds` the same
     for the exchange of owners; on the CPU they are the wall time of these sections. `host_wait_seconds` is the time in
     which the trainer's thread waited for the worker. `host_bytes` is the shared memory of ring, shadow and the worker's
-    state, each mapping once.
+    state, and its header, each mapping once. `worker_busy_seconds` and `worker_pid` are 0 and None where no parameter is
+    deferred.
     """
 
     steps: int

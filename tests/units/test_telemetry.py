@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from tests.units.timing import CPU, SLEEP_CYCLES
 from zenflow.telemetry import STEPS_AT_ONCE, HostClock, StepRecord, Telemetry
-
-CPU = torch.device("cpu")
 
 
 class Time:
@@ -284,14 +283,6 @@ def test_the_real_clock_on_the_cpu() -> None:
 
 
 # The device's clock
-
-SLEEP_CYCLES = 40_000_000  # about 20 to 40 ms, whatever the clock
-
-
-@pytest.fixture
-def forbidden_synchronisation():
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def slept_seconds(stream: torch.cuda.Stream) -> float:
