@@ -255,6 +255,8 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         entry = state.get(indices[id(record.param)])
         if entry is not None:
             _load_record(pipeline, record, entry)
+        elif record.storage is not None:
+            record.host_shadow.copy_(record.weight)  # what its bucket uploads with the others' pending results
     if any("weight" in entry for entry in state.values()):
         # The worker has nothing to do with them: their slot is the last that it has finished.
         pipeline.uploads.pending = [

@@ -78,6 +78,7 @@ class Uploads:
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
         self._handles: list[Any] = []
+        self.hooks = 0  # sets of hooks that have been removed
         # A hook lives as long as its parameter, which may outlive an optimizer that nobody closes.
         weakref.finalize(self, _remove, self._handles)
 
@@ -113,7 +114,7 @@ class Uploads:
             _mention_compilation()
         me = weakref.ref(self)
         for record in watched:
-            hook = partial(_on_gradient, me, record.index)
+            hook = partial(_on_gradient, me, self.hooks, record.index)
             self._handles.append(record.param.register_post_accumulate_grad_hook(hook))
 
     def _passes_of(self, record: ParamRecord) -> int | None:
@@ -274,6 +275,7 @@ class Uploads:
 
     def _remove_hooks(self) -> None:
         _remove(self._handles)
+        self.hooks += 1
         self._jobs, self._armed = {}, False
 
 
@@ -335,9 +337,10 @@ def _mention_compilation() -> None:
         )
 
 
-def _on_gradient(uploads: weakref.ref[Uploads], index: int, _: Tensor) -> None:
-    # A hook lives as long as its parameter: it must not keep the optimizer.
-    if (me := uploads()) is not None:
+def _on_gradient(uploads: weakref.ref[Uploads], hooks: int, index: int, _: Tensor) -> None:
+    # A hook lives as long as its parameter: it must not keep the optimizer. Where another hook of the parameter has
+    # called step() or zero_grad(), a removed one still runs: the gradient went with that step.
+    if (me := uploads()) is not None and me.hooks == hooks:
         me.gradient_arrived(index)
 
 

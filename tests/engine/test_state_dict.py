@@ -81,6 +81,25 @@ def test_loading_shows_the_saved_weights(device: str, build: Builder) -> None:
         assert_same_bits(other, parameter, f"weight {index}")
 
 
+def test_weights_without_a_saved_state_keep_what_was_loaded_into_them(device: str, build: Builder) -> None:
+    """Frozen when it was saved, trainable when the new optimizer is built, and the model loaded after that: the pending
+    result of its bucket brings no older weight back."""
+    shapes, settings = [(16, 12), (7, 13)], {**SETTINGS, "select_interval": 100}
+    first = make_parameters(shapes, torch.bfloat16, device)
+    first[1].requires_grad_(False)
+    engine = build(first, **settings)
+    advance(engine, first, make_gradients(shapes, torch.bfloat16, 4))
+    second = make_parameters(shapes, torch.bfloat16, device, seed=9)
+    resumed = build(second, **settings)
+    with torch.no_grad():
+        second[1].copy_(first[1])
+    resumed.load_state_dict(through_a_file(engine.state_dict()))
+    for grads in make_gradients(shapes, torch.bfloat16, 9, seed=2):
+        feed(second, [grads[0], None])
+        resumed.step()
+        assert_same_bits(second[1], first[1])
+
+
 def test_saving_changes_nothing(device: str, build: Builder) -> None:
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
     for grads in make_gradients(SHAPES, torch.bfloat16, 13):

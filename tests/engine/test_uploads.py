@@ -189,3 +189,32 @@ def test_gradients_that_are_dropped_without_a_step(when: str, checked: bool, dev
             pair.check_weights()
         step(pair, grads)
     pair.check_state()
+
+
+def test_a_step_inside_backward_by_the_users_own_hook(device: str, build: Builder) -> None:
+    """One optimizer a parameter, stepped in its hook, which comes before ours: this gradient is no gradient of the next
+    step, so the next result does not land before the next forward pass."""
+
+    def run(upload: str) -> list[list[Tensor]]:
+        parameters = make_parameters(SHAPES[:2], torch.bfloat16, device)
+        engines = {p: build([p], **{**SETTINGS, **UNCHECKED, "upload": upload}) for p in parameters}
+
+        def update(parameter: nn.Parameter) -> None:
+            engines[parameter].step()
+            engines[parameter].zero_grad()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(update)
+        seen = []
+        for grads in stream_of(10, shapes=SHAPES[:2]):
+            for engine in engines.values():
+                engine._pipeline.wait_for_worker()
+            torch.stack(
+                [(p * g.to(device)).float().sum() for p, g in zip(parameters, grads, strict=True)]
+            ).sum().backward()
+            seen.append(snapshot(parameters))
+        return seen
+
+    for number, (one, other) in enumerate(zip(run("backward"), run("step"), strict=True), start=1):
+        for weight, expected in zip(one, other, strict=True):
+            assert_same_bits(weight, expected, f"step {number}")
