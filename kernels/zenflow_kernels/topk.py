@@ -99,7 +99,7 @@ def grouped_choices(scores: Sequence[Tensor], counts: Sequence[int]) -> list[Ten
             first += n
     index = torch.empty(first, dtype=torch.int64, device=scores[0].device)
     with on_device(scores[0]):
-        _select_kernel[(len(rows) // 4,)](
+        _select_kernel[(sum(n > 0 for n in counts),)](
             integers_on(index.device, rows),
             index,
             BLOCK=BLOCK,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from zenflow_kernels.numerics import adamw_, pack_hyper
 
 from tests.engine.driving import (
@@ -132,6 +133,22 @@ def state_with_a_stranger(build: Builder, device: str, stream: list[Any], **sett
     return saved
 
 
+def updated_by_hand(entry: dict[str, Tensor], grad: Tensor, step: Tensor, chosen: Tensor, axis: int) -> list[Tensor]:
+    """Master and moments after one update of the channels `chosen`, with the t `step`, by SETTINGS."""
+    before = [entry[name] for name in ("master", "exp_avg", "exp_avg_sq")]
+    compact = [tensor.index_select(axis, chosen).contiguous() for tensor in before]
+    factors = torch.from_numpy(bias_table(0.9, 0.999, int(step.max())).copy())[step[chosen]]
+    row = pack_hyper(0.02, 0.9, 0.999, 1e-8, 0.1)
+    names = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay")
+    shape = (1, -1) if axis else (-1, 1)
+    adamw_(
+        *compact, grad.float().index_select(axis, chosen).contiguous(),
+        step_size=(torch.tensor(row[0]) * factors[:, 0]).view(shape), denom_scale=factors[:, 1].view(shape),
+        **dict(zip(names, row[1:7], strict=True)),
+    )  # fmt: skip
+    return [whole.index_copy(axis, chosen, part) for whole, part in zip(before, compact, strict=True)]
+
+
 @pytest.mark.parametrize("accumulate_on", ["gpu", "host"])
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 def test_first_owners_of_a_loaded_state_take_it_over(
@@ -152,21 +169,11 @@ def test_first_owners_of_a_loaded_state_take_it_over(
     axis = 1 if channel_dim == "column" else 0
     chosen = found.selected.nonzero().view(-1)
     assert len(chosen) == round(0.3 * SHAPES[0][axis])
-    expected = [entry[name] for name in ("master", "exp_avg", "exp_avg_sq")]
-    compact = [tensor.index_select(axis, chosen).contiguous() for tensor in expected]
     step = entry["step"] + found.selected
-    factors = torch.from_numpy(bias_table(0.9, 0.999, int(step.max())).copy())[step[chosen]]
-    row = pack_hyper(0.02, 0.9, 0.999, 1e-8, 0.1)
-    names = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay")
-    shape = (1, -1) if axis else (-1, 1)
-    adamw_(
-        *compact, stream[2][0].float().index_select(axis, chosen).contiguous(),
-        step_size=(torch.tensor(row[0]) * factors[:, 0]).view(shape), denom_scale=factors[:, 1].view(shape),
-        **dict(zip(names, row[1:7], strict=True)),
-    )  # fmt: skip
     assert found.step.tolist() == step.tolist()
-    for whole, part, actual in zip(expected, compact, (found.master, found.exp_avg, found.exp_avg_sq), strict=True):
-        assert_same_bits(actual, whole.index_copy(axis, chosen, part))
+    expected = updated_by_hand(entry, stream[2][0], step, chosen, axis)
+    for whole, actual in zip(expected, (found.master, found.exp_avg, found.exp_avg_sq), strict=True):
+        assert_same_bits(actual, whole)
 
     other = make_parameters(SHAPES, torch.bfloat16, device)
     plain = build(other, **SETTINGS | {"update_interval": 4}, **settings)
