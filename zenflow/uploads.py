@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zenflow.arrivals import Arrivals
 from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import stream_words
@@ -287,43 +288,6 @@ class _Job:
     left: int
     late: bool = False  # step() has to take it
     stream: torch.cuda.Stream | None = None
-
-
-class Arrivals:
-    """How many gradients each parameter gets a step: known once it was the same in `steps` steps that had any."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._now: dict[int, int] = {}
-        self._seen: dict[int, list[int]] = {}
-        self._usual: dict[int, int] = {}
-
-    @property
-    def any(self) -> bool:
-        """Whether any gradient has come in this step."""
-        return bool(self._now)
-
-    def begin_step(self) -> None:
-        self._now = {}
-
-    def count(self, index: int) -> int:
-        """One more for this parameter; how many it has in this step."""
-        self._now[index] = self._now.get(index, 0) + 1
-        return self._now[index]
-
-    def end_step(self) -> None:
-        for index, count in self._now.items():
-            if index not in self._usual:
-                seen = self._seen.setdefault(index, [])
-                seen.append(count)
-                if len(seen) == self._steps:
-                    del self._seen[index]
-                    self._usual[index] = count if all(other == count for other in seen) else 0
-        self._now = {}
-
-    def usual(self, index: int) -> int | None:
-        """The number, 0 if it varied, None before it is known."""
-        return self._usual.get(index)
 
 
 @cache

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.driving import Builder, Pair, assert_same_bits, make_gradients, make_parameters
+from tests.engine.driving import RULES, Builder, Pair, assert_same_bits, make_gradients, make_parameters
 from tests.engine.driving import backward as one_pass
 from tests.engine.uploading import (
     LIMIT,
@@ -165,14 +165,13 @@ def test_a_gradient_changed_on_its_way_is_an_error_by_name(build: Builder) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", ["accumulate", "host"])
+@pytest.mark.parametrize("rule", ["gpu", "host"])
 def test_without_the_drivers_words_the_host_polls(
     rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[Sent, bool]]
 ) -> None:
     for module in ("uploads", "sending", "storage"):
         monkeypatch.setattr(f"zenflow.{module}.stream_words", lambda device: None)
-    where = {} if rule == "accumulate" else {"accumulate_on": "host"}
-    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), **SETTINGS, select_interval=6, **where)
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), **SETTINGS, select_interval=6, **RULES[rule])
     assert pair.engine._pipeline.uploads._words is None
     for grads in stream_of(14):
         step(pair, grads)

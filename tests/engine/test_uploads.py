@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.driving import Builder, Pair, assert_same_bits, make_parameters, snapshot
+from tests.engine.driving import RULES, Builder, Pair, assert_same_bits, make_parameters, snapshot
 from tests.engine.uploading import (
     SETTINGS,
     SHAPES,
@@ -14,26 +14,17 @@ from tests.engine.uploading import (
     backward,
     step,
     stream_of,
-    watch_uploads,
 )
 from zenflow.uploads import Sent, Uploads
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sent, bool]]:
-    return watch_uploads(monkeypatch)
-
-
-@pytest.mark.parametrize("rule", ["accumulate", "host", "replay"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_uploads_land_in_backward_and_change_no_bit(
     rule: str, dtype: torch.dtype, device: str, build: Builder, taken: list[tuple[Sent, bool]]
 ) -> None:
     """Window 1 is sent, window 2's last backward passes the check, and from window 3 on backward takes every bucket."""
-    where = {"accumulate": {}, "host": {"accumulate_on": "host"}}.get(
-        rule, {"accumulate_on": "host", "deferred_rule": "replay"}
-    )
-    pair = Pair(build, make_parameters(SHAPES, dtype, device), **SETTINGS, **where)
+    pair = Pair(build, make_parameters(SHAPES, dtype, device), **SETTINGS, **RULES[rule])
     buckets = sum(len(storage.segment.buckets) for storage in pair.engine._pipeline.storages)
     assert buckets > 3
     for number, grads in enumerate(stream_of(12, dtype), start=1):

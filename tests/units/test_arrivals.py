@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zenflow.uploads import Arrivals
+from zenflow.arrivals import Arrivals
 
 
 def run(arrivals: Arrivals, *steps: dict[int, int]) -> None:
