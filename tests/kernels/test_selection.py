@@ -65,7 +65,7 @@ def test_the_scores_of_a_matrix_do_not_depend_on_its_neighbours(channel_dim, dev
     pad.check()
 
 
-def test_no_matrices_have_no_scores(device):
+def test_no_matrices_have_no_scores():
     assert grouped_scores([], "column", "square") == [] and grouped_choices([], []) == []
 
 

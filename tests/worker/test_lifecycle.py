@@ -128,7 +128,7 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch):
     memory.close()
 
 
-def test_a_traceback_reaches_the_trainer(monkeypatch):
+def test_a_traceback_reaches_the_trainer():
     """Cores that do not exist: the worker fails in Python, long after its start has begun."""
     client = WorkerClient(settings=WorkerSettings(), cores=[100_000], threads=1)
     memory = SegmentMemory.create(make_segment())
