@@ -258,6 +258,8 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         elif record.storage is not None:
             record.host_shadow.copy_(record.weight)  # what its bucket uploads with the others' pending results
     if any("weight" in entry for entry in state.values()):
+        for record in pipeline.records:  # those without a pending result of their own wait for no update
+            pipeline.loaded_hyper.setdefault(record.index, np.empty((0, 5)))
         # The worker has nothing to do with them: their slot is the last that it has finished.
         pipeline.uploads.pending = [
             Sent(storage, bucket, pipeline.sender.sent, turn=0, window=0)

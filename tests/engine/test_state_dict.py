@@ -83,7 +83,7 @@ def test_loading_shows_the_saved_weights(device: str, build: Builder) -> None:
 
 def test_weights_without_a_saved_state_keep_what_was_loaded_into_them(device: str, build: Builder) -> None:
     """Frozen when it was saved, trainable when the new optimizer is built, and the model loaded after that: the pending
-    result of its bucket brings no older weight back."""
+    result of its bucket brings no older weight back, and what is written into it meanwhile stays."""
     shapes, settings = [(16, 12), (7, 13)], {**SETTINGS, "select_interval": 100}
     first = make_parameters(shapes, torch.bfloat16, device)
     first[1].requires_grad_(False)
@@ -95,8 +95,12 @@ def test_weights_without_a_saved_state_keep_what_was_loaded_into_them(device: st
         second[1].copy_(first[1])
     resumed.load_state_dict(through_a_file(engine.state_dict()))
     for grads in make_gradients(shapes, torch.bfloat16, 9, seed=2):
+        with torch.no_grad():
+            second[1].neg_()
         feed(second, [grads[0], None])
         resumed.step()
+        with torch.no_grad():
+            second[1].neg_()
         assert_same_bits(second[1], first[1])
 
 
