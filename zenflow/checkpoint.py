@@ -1,11 +1,11 @@
 """The optimizer's state as plain tensors and numbers, and back.
 
 Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, whoever owns the channel; `step` int64
-`[channels]` (`[1]` with `whole: True`); `selected` int64; of the running window the partial sum (`accumulator`) and its
-`count`, or, with `accumulate_on: host`, the raw gradients of its steps (`gradients`, by position); and, only while a
-deferred result is on its way, the `weight` that is visible meanwhile and the scalars of the steps behind that result
-(`pending_hyper`, `[n, 5]`). Under `zenflow`: the clock, the running window's scalars, and the configuration that shaped
-all this.
+`[channels]` (`[1]` with `whole: True`); `selected` int64, and `owned`, false until the first selection; of the running
+window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
+(`gradients`, by position); and, only while a deferred result is on its way, the `weight` that is visible meanwhile and
+the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under `zenflow`: clock and counters, the
+running window's scalars, presence and log, and the configuration that shaped all this.
 """
 
 from __future__ import annotations
@@ -76,22 +76,8 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     running, pending = bool(pipeline.hyper_log), pipeline.pending_storages()
     state = {}
     for record in pipeline.records:
-        shape = record.param.shape
-        entry: dict[str, Any] = {
-            name: tensor.view(shape) for name, tensor in zip(STATES, full_state(record), strict=True)
-        }
-        entry["step"] = full_step(record, advances[record.index])
-        entry["whole"] = record.kind == "whole"
-        if record.storage is not None:
-            entry["selected"], entry["owned"] = record.selected.clone(), record.owned
-            entry["count"] = counts[record.index] if running else 0
-            if record.accumulator is None:
-                entry["gradients"] = _gradients(pipeline, record)
-            elif entry["count"]:
-                entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
-            if record.storage in pending:
-                entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
-                entry["pending_hyper"] = pipeline.pending_hyper(record).tolist()
+        count = counts[record.index] if running else 0
+        entry = _entry(pipeline, record, advances[record.index], count, pending=record.storage in pending)
         state[indices[id(record.param)]] = entry
     return state, {
         "format": FORMAT,
@@ -106,6 +92,24 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
             for row in pipeline.present_log
         ],
     }
+
+
+def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *, pending: bool) -> dict[str, Any]:
+    """One parameter's state, on the CPU; `count`: its counted steps in the running window."""
+    shape = record.param.shape
+    entry: dict[str, Any] = {name: tensor.view(shape) for name, tensor in zip(STATES, full_state(record), strict=True)}
+    entry["step"] = full_step(record, advance)
+    entry["whole"] = record.kind == "whole"
+    if record.storage is not None:
+        entry["selected"], entry["owned"], entry["count"] = record.selected.clone(), record.owned, count
+        if record.accumulator is None:
+            entry["gradients"] = _gradients(pipeline, record)
+        elif count:
+            entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
+        if pending:
+            entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
+            entry["pending_hyper"] = pipeline.pending_hyper(record).tolist()
+    return entry
 
 
 def _gradients(pipeline: Pipeline, record: ParamRecord) -> dict[int, Tensor]:
@@ -183,7 +187,6 @@ def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
 
 def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
     """`present`: in which steps of the running window the parameter had a gradient."""
-    position = len(present)
     param, deferred = newcomer.param, is_deferred(config, newcomer.param)
     rows, cols = matrix_shape(param)
     channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
@@ -200,16 +203,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         n = count_selected(config, channels) if entry["owned"] else 0
         shapes["selected"] = (n,), torch.int64
         shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
-        if not isinstance(entry["count"], int) or not 0 <= entry["count"] <= position:
-            raise ValueError(
-                f"count of {newcomer.name} is {entry['count']}; allowed is 0 to {position}, the window's steps"
-            )
-        if ("weight" in entry) != ("pending_hyper" in entry):
-            raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
-        if config.accumulate_on == "host":
-            _check_gradients(newcomer, entry.get("gradients"), present)
-        elif entry["count"] and "accumulator" not in entry:
-            raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
+        _check_window(config, newcomer, entry, present)
     for name, (shape, dtype) in shapes.items():
         found = entry[name]
         if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
@@ -220,15 +214,29 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
     for name in STATES:
         if entry[name].isnan().any():
             raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
-    rows = entry.get("pending_hyper", [])
-    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 5 for row in rows):
-        raise ValueError(f"pending_hyper of {newcomer.name} is {rows!r}; allowed is a list of five numbers a step")
+    hyper = entry.get("pending_hyper", [])
+    if not isinstance(hyper, list) or not all(isinstance(row, list) and len(row) == 5 for row in hyper):
+        raise ValueError(f"pending_hyper of {newcomer.name} is {hyper!r}; allowed is a list of five numbers a step")
     if entry["step"].numel() and int(entry["step"].min()) < 0:
         raise ValueError(f"step of {newcomer.name} is {int(entry['step'].min())}; allowed is 0 or more")
     if deferred and not _is_choice(entry["selected"], channels):
         raise ValueError(
             f"selected of {newcomer.name} must rise strictly within [0, {channels}), got {entry['selected']}"
         )
+
+
+def _check_window(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
+    """What an entry says of the running window and of a pending result."""
+    if not isinstance(entry["count"], int) or not 0 <= entry["count"] <= len(present):
+        raise ValueError(
+            f"count of {newcomer.name} is {entry['count']}; allowed is 0 to {len(present)}, the window's steps"
+        )
+    if ("weight" in entry) != ("pending_hyper" in entry):
+        raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
+    if config.accumulate_on == "host":
+        _check_gradients(newcomer, entry.get("gradients"), present)
+    elif entry["count"] and "accumulator" not in entry:
+        raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
 
 
 def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]) -> None:
