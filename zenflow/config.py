@@ -88,8 +88,8 @@ class ZenFlowConfig:
     gradients exist, or inside `step()`. `backward` is right if no weight is used again after its gradient exists."""
 
     upload_check: bool = True
-    """Try that once: in the first backward pass that could upload, the weights become NaN instead. If that reaches a
-    gradient, the step is skipped; after three such steps `upload` falls back to `step` with a warning."""
+    """Try that once: at a bucket's first upload in backward its weights become NaN instead. If that reaches a gradient,
+    the step is skipped; after three such steps `upload` falls back to `step` with a warning."""
 
     backward_passes_per_step: int | None = None
     """Backward passes before each `step()`; None: learned for each parameter in its first window."""

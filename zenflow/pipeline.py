@@ -18,7 +18,7 @@ next; the next fold waits for that copy, because there is one accumulator.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
@@ -251,8 +251,10 @@ class Pipeline:
         self.sender.check_gradients()
         self.make_visible()
         if self.hyper_log:
+            self.stepping = True  # a window that is sent in part is as bad as a step that is
             self.uploads.pending = self._send_window()
             self.clock.end_window()
+            self.stepping = False
         self.wait_for_worker()
         self.make_visible()
         self.write_selected()
@@ -310,7 +312,8 @@ class Pipeline:
         """Record no more; the worker's slots that the trace began with or after are added to it."""
         tracer, self.tracer = self.tracer, None
         self.sender.tracer = self.uploads.tracer = None
-        assert tracer is not None
+        if tracer is None:
+            return  # close() has ended it
         self._gap.close()
         self.wait_for_worker()
         for storage in self.storages:
@@ -322,6 +325,8 @@ class Pipeline:
         try:
             if self.uploads.in_transit:
                 self._end_transit()
+            with suppress(WorkerError):
+                self.stop_trace()
         finally:
             self._free()
 

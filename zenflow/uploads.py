@@ -6,8 +6,8 @@ weights no more, and the upload stream takes the bucket over as soon as the work
 
 That is right only if no weight is used after its gradient exists. So a bucket is taken in backward only when the number
 of its gradients a step is known, and a gradient that comes once more is an error. What no hook can see (a detached use,
-a second pass through a retained graph) is tried once: instead of the first uploads the weights become NaN, and if that
-reaches a gradient, uploads stay in `step()`.
+a second pass through a retained graph) is tried once: instead of a bucket's first upload its weights become NaN, and if
+that reaches a gradient, uploads stay in `step()`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Uploads:
         self._tries = TRIES if config.upload_check else 0
         self._arrivals = Arrivals(config.update_interval)
         self._queued: set[Sent] = set()
-        self._poisoned = False
+        self._poisoned: set[tuple[int, int]] = set()  # buckets that are being tried, by segment and bucket
+        self._passed: set[tuple[int, int]] = set()
         self._held: set[int] = set()  # records whose weights are in transit
         self._armed = False
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
@@ -168,8 +169,9 @@ class Uploads:
         members = sent.storage.members[sent.bucket.index]
         if any(self._records[index].is_foreign for index in members):
             return  # step() finds out first what has become of these weights
-        if self._tries:
-            self._poisoned = True
+        place = sent.storage.segment.index, sent.bucket.index
+        if self._tries and place not in self._passed:
+            self._poisoned.add(place)
             self._held.update(members)
             sent.storage.weights[sent.bucket.start : sent.bucket.stop].fill_(float("nan"))
         elif self._may_wait(sent):
@@ -232,7 +234,8 @@ class Uploads:
         self._remove_hooks()
         self._arrivals.end_step()
         if self._poisoned and is_finite():
-            self._tries = 0
+            self._passed |= self._poisoned
+            self._tries = TRIES
         elif self._poisoned:
             self._tries -= 1
             if not self._tries:
@@ -272,7 +275,7 @@ class Uploads:
         """Nothing is pending any more."""
         self._remove_hooks()
         self.pending, self._queued, self._held = [], set(), set()
-        self._poisoned = self._begun = False
+        self._poisoned, self._begun = set(), False
 
     def _remove_hooks(self) -> None:
         _remove(self._handles)

@@ -146,6 +146,15 @@ def test_an_exception_in_with_closes_without_flush_and_passes(device: str) -> No
         assert_same_bits(parameter, weight)
 
 
+def test_a_trace_in_which_the_engine_is_closed_is_written(device: str, tmp_path: Path) -> None:
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **SETTINGS)
+    with engine.trace(tmp_path / "trace.json"):
+        run_steps(engine, parameters, 5)
+        engine.close()
+    assert "CPU optimizer" in (tmp_path / "trace.json").read_text()
+
+
 def test_an_engine_that_is_dropped_leaves_no_worker(device: str) -> None:
     parameters = make_parameters(device=device)
     engine = ZenFlow(parameters, **SETTINGS)

@@ -173,3 +173,23 @@ def test_a_step_broken_off_in_the_middle_is_named_ever_after(
         with pytest.raises(RuntimeError, match="broken off"):
             call()
     pair.engine.close()
+
+
+def test_a_flush_broken_off_in_the_middle_is_named_ever_after(
+    device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has sent some buckets of the window and not the others."""
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    run(pair, 3)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.engine._pipeline.sender, "_raise_ready", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.engine.flush()
+    for call in (pair.engine.step, pair.engine.flush, pair.engine.state_dict):
+        with pytest.raises(RuntimeError, match="broken off"):
+            call()
+    pair.engine.close()
