@@ -18,6 +18,7 @@ next; the next fold waits for that copy, because there is one accumulator.
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -85,6 +86,7 @@ class Pipeline:
 
     def step(self, groups: list[dict], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """One optimizer step over the gradients that are in `.grad` now."""
+        began = time.perf_counter_ns()
         if self.client is not None:
             self.client.check()
         adopt_outside_changes(self)
@@ -116,6 +118,8 @@ class Pipeline:
         self.telemetry.end_step(staleness)
         self._trace_gap()
         self.prepare_backward()
+        if self.tracer is not None:
+            self.tracer.host_span("trainer", "step()", began, time.perf_counter_ns(), step=plan.step)
         self.stepping = False
 
     def prepare_backward(self) -> None:
@@ -134,7 +138,10 @@ class Pipeline:
         slots = sum(len(storage.segment.buckets) for storage in self.storages)
         waiting = 0 if self.client is None else max(0, self.sender.sent - self.client.done)
         busy = 0.0 if self.client is None else self.client.busy_seconds
-        self.telemetry.begin_step(step, min(1.0, waiting / max(1, slots)), busy)
+        occupancy = min(1.0, waiting / max(1, slots))
+        if self.tracer is not None:
+            self.tracer.counter("ring", {"occupancy": occupancy})
+        self.telemetry.begin_step(step, occupancy, busy)
 
     def _compute(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None

@@ -117,11 +117,6 @@ class Tracer:
         times = {"ts": _microseconds(start_ns), "dur": _microseconds(max(0, stop_ns - start_ns))}
         self._host.append({"name": name, "ph": "X", **times, "track": track, "args": args})
 
-    def instant(self, track: str, name: str, ns: int | None = None, **args: Any) -> None:
-        """A point in the host's time (None: now)."""
-        ts = _microseconds(time.perf_counter_ns() if ns is None else ns)
-        self._host.append({"name": name, "ph": "i", "s": "t", "ts": ts, "track": track, "args": args})
-
     def counter(self, name: str, values: dict[str, float]) -> None:
         """Values from now on, drawn as a graph of their own."""
         ts = _microseconds(time.perf_counter_ns())

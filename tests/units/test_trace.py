@@ -32,10 +32,10 @@ def written(tracer: Tracer, folder: Path) -> dict:
 def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
     tracer = Tracer(CPU)
     tracer.host_span("trainer", "step", 7_001_000, 9_003_500, step=3)
+    tracer.host_span("CPU optimizer", "bucket 0", 6_000_000, 6_500_000)
     tracer.host_span("a track of its own", "x", 5_000_000, 5_000_000)
     with tracer.span("GPU compute", "forward", None, window=1):
         pass
-    tracer.instant("CPU optimizer", "selection", ns=6_000_000, moved=2)
     tracer.counter("ring", {"occupancy": 0.5})
     document = written(tracer, tmp_path)
     assert {"command", "versions", "device", "clock"} <= set(document["otherData"])
@@ -57,8 +57,6 @@ def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
     assert [event["args"] for event in meta if event["name"] == "process_name"] == [{"name": "ZenFlow"}]
     shape = {"pid": os.getpid(), "tid": 5, "ph": "X"}
     assert {**shape, "name": "step", "ts": 7001.0, "dur": 2002.5, "args": {"step": 3}} in timed
-    instant = {"pid": os.getpid(), "tid": 4, "ph": "i", "s": "t", "name": "selection", "ts": 6000.0}
-    assert {**instant, "args": {"moved": 2}} in timed
     (counter,) = (event for event in timed if event["ph"] == "C")
     assert (counter["name"], counter["args"]) == ("ring", {"occupancy": 0.5})
 
