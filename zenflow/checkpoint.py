@@ -178,11 +178,17 @@ def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
             f"counters are {counters} in the state; allowed are whole numbers for {list(pipeline.counters)}"
         )
     steps = [len(engine["hyper_log"]), len(engine["present_log"])]
-    if not 0 <= position < pipeline.config.update_interval or steps != [position, position] or clock["step"] < 1:
+    if (
+        not 0 <= position < pipeline.config.update_interval
+        or steps != [position, position]
+        or min(clock["step"], clock["window"]) < 1
+    ):
         raise ValueError(f"the state stands at {clock} and has logs of {steps} steps; these do not belong together")
     groups = [group for row in engine["hyper_log"] for group in row]
-    if not all(isinstance(group, list | tuple) and len(group) == 5 for group in groups):
+    if not all(_is_scalars(group) for group in groups):
         raise ValueError("hyper_log in the state does not hold five numbers a group")
+    if not all(isinstance(row, dict) for row in engine["present_log"]):
+        raise ValueError("present_log in the state does not hold a dict a step")
 
 
 def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
@@ -215,7 +221,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         if entry[name].isnan().any():
             raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
     hyper = entry.get("pending_hyper", [])
-    if not isinstance(hyper, list) or not all(isinstance(row, list) and len(row) == 5 for row in hyper):
+    if not isinstance(hyper, list) or not all(_is_scalars(row) for row in hyper):
         raise ValueError(f"pending_hyper of {newcomer.name} is {hyper!r}; allowed is a list of five numbers a step")
     if entry["step"].numel() and int(entry["step"].min()) < 0:
         raise ValueError(f"step of {newcomer.name} is {int(entry['step'].min())}; allowed is 0 or more")
@@ -247,6 +253,10 @@ def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]
     for grad in gradients.values():
         if not isinstance(grad, Tensor) or grad.shape != newcomer.param.shape or grad.dtype != newcomer.param.dtype:
             raise ValueError(f"gradients of {newcomer.name} in the state are not of its shape and dtype")
+
+
+def _is_scalars(row: Any) -> bool:
+    return isinstance(row, list | tuple) and len(row) == 5 and all(isinstance(value, int | float) for value in row)
 
 
 def _is_choice(selected: Tensor, channels: int) -> bool:

@@ -95,6 +95,7 @@ class Pipeline:
         hyper_row = [group_hyper(group) for group in groups]
         # From here on the step counts; what the caller could have got wrong has been refused.
         self.stepping = True
+        self.uploads.ignore_gradients()
         plan = self.clock.begin_step()
         self._gap.close()
         self._begin_record(plan.step)

@@ -134,6 +134,10 @@ class Uploads:
                 for index in members:
                     self._jobs.setdefault(index, []).append(job)
 
+    def ignore_gradients(self) -> None:
+        """Those that come before the next `prepare` are nobody's, as after a step that was broken off."""
+        self._remove_hooks()
+
     def gradient_arrived(self, index: int) -> None:
         """One more gradient of a parameter has been accumulated in this step's backward passes."""
         count = self._arrivals.count(index)

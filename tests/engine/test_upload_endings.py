@@ -30,6 +30,28 @@ from zenflow import WorkerError, ZenFlow
 from zenflow.uploads import Sent
 
 
+def test_a_backward_pass_after_a_step_that_was_broken_off_leaves_the_word_to_step(
+    device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a step that had weights in transit: the next backward pass counts no gradient as one too many."""
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS, **UNCHECKED)
+    stream = stream_of(5)
+    for grads in stream[:3]:
+        step(pair, grads)
+    backward(pair, stream[3])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair.engine._pipeline, "_reduce", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.engine.step()
+    pair.engine.zero_grad()
+    torch.stack([parameter.float().sum() for parameter in pair.parameters]).sum().backward()
+    with pytest.raises(RuntimeError, match="broken off"):
+        pair.engine.step()
+
+
 @pytest.mark.parametrize("checked", [False, True], ids=["uploaded", "poisoned"])
 @pytest.mark.parametrize("ending", ["flush", "close", "close-without-flush", "worker-killed", "exception"])
 def test_an_end_between_backward_and_step_leaves_whole_weights(
