@@ -1,0 +1,5 @@
+import sys
+
+from zenflow.report.command import main
+
+sys.exit(main())

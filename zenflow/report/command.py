@@ -1,0 +1,89 @@
+"""The command line of `zenflow-report`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from zenflow.report.files import remove_others, write, write_csv
+from zenflow.report.pictures import STEMS, SUFFIXES, draw
+from zenflow.report.runs import LeftOut, Run, find, read
+from zenflow.report.settings import parse_overrides
+from zenflow.report.study import Study, studies
+from zenflow.report.tables import group_rows, report_text, run_rows, study_text
+from zenflow.training.errors import InputError
+
+HELP = """\
+Compare the runs below the given folders: single runs, sweeps, nested as they are. Writes report.md, report.csv (a row a
+run), groups.csv (a row a setting: runs that differ in the seed alone) and, where matplotlib is installed, pictures.
+
+  zenflow-report runs
+  zenflow-report runs/sweep runs/adamw --out paper --baseline engine=adamw --baseline optimizer.lr=5e-5
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code: 0, 1 if no run is whole, and SystemExit for a user's mistake."""
+    args = _parser().parse_args(words)
+    try:
+        runs, left_out = _read(args.folders)
+        found = studies(runs, left_out, parse_overrides(args.baseline))
+        _make(args.out)
+    except InputError as error:
+        sys.exit(f"zenflow-report: {error}")
+    draws = find_spec("matplotlib") is not None
+    sections = _sections(found, args.out, draws)
+    text = report_text(found, sections, left_out)
+    write(args.out / "report.md", text)
+    write_csv(args.out / "report.csv", run_rows(found, left_out))
+    write_csv(args.out / "groups.csv", group_rows(found))
+    print(text)
+    if not draws:
+        print("No pictures: matplotlib is not installed (the extra `plot`).")
+    print(f"Everything is in {args.out}.")
+    if not runs:
+        print(f"zenflow-report: none of {len(left_out)} runs is whole; report.md says why.", file=sys.stderr)
+    return 0 if runs else 1
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="zenflow-report", description=HELP, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder with runs somewhere below it")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="made if missing (report)")
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a value of the setting that the others are compared with; may be repeated (default: the best AdamW)",
+    )
+    return parser
+
+
+def _read(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
+    read_ones = [read(folder) for folder in find(folders)]
+    runs = [run for run in read_ones if isinstance(run, Run)]
+    return runs, [run for run in read_ones if isinstance(run, LeftOut)]
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be made ({error.strerror}); give another folder.") from None
+
+
+def _sections(found: Sequence[Study], out: Path, draws: bool) -> list[str]:
+    """Each study's text, and its pictures; the second study's files end in -2. Older pictures are taken away."""
+    sections, drawn = [], []
+    for place, study in enumerate(found, 1):
+        pictures = draw(study, out, "" if place == 1 else f"-{place}") if draws else []
+        sections.append(study_text(study, pictures))
+        drawn += [path.with_suffix(suffix) for _, path in pictures for suffix in SUFFIXES]
+    remove_others(out, STEMS, drawn)
+    return sections

@@ -1,0 +1,124 @@
+"""Loss curves over steps or training time: mean lines with bands over seeds, and how far they lie from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from zenflow.report.figures import Curve, mean_curve, training_line, validation_line
+from zenflow.report.look import FAINT, GREY_LINE, QUIET, WIDTH, entitle, halo, is_wide, label_ends, paint, seeds_note
+from zenflow.report.runs import Run
+from zenflow.report.study import Study
+
+UNITS = ((1, "ms", 1e-3), (300, "s", 1), (3 * 3600, "min", 60), (float("inf"), "h", 3600))
+MOST_MARKERS = 12  # on one line
+FEW = 4  # lines, of which the bands may be strong
+HEIGHT = 2.6  # inches of a row
+
+
+@dataclass(frozen=True)
+class Named:
+    """A setting's curve and its look: colour and marker, None for grey; whether it is the baseline's."""
+
+    name: str
+    curve: Curve
+    look: tuple[str, str] | None
+    is_base: bool
+
+
+def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
+    """(title, figure): training and validation loss; below them, with a baseline, the difference to it in percent.
+
+    The lines' names stand at their ends, in the last panel.
+    """
+    title = f"Loss against {'training time' if over_seconds else 'steps'}: {study.title}"
+    longest = max(run.seconds for setting in study.settings for run in setting.runs)
+    unit, second = next((unit, second) for limit, unit, second in UNITS if longest < limit)
+    scale = second if over_seconds else 1.0
+    training = _curves(study, over_seconds, training_line, scale)
+    validation = _curves(study, over_seconds, validation_line, scale)
+    differs = study.baseline is not None and len(study.settings) > 1
+    figure = Figure(figsize=(WIDTH, HEIGHT * (1 + differs) + 0.4), layout="constrained")
+    rows = figure.subfigures(1 + differs, 1, squeeze=False)[:, 0]
+    above = rows[0].subplots(1, 2)
+    panels = [(above[0], "training loss (running mean)", training), (above[1], "validation loss", validation)]
+    if differs:
+        panels.append((rows[1].subplots(), f"validation loss above {study.base_name} (%)", differences(validation)))
+    for axis, label, curves in panels:
+        _lines(axis, curves, markers=not over_seconds)
+        axis.set_ylabel(label)
+        axis.set_xlabel(f"training time ({unit})" if over_seconds else "step")
+        if not over_seconds:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.margins(x=0.02)
+    if over_seconds and len(study.settings) > 1:
+        _mark(above[1], study.seconds / scale)
+    grey = sum(curve.look is None for curve in validation)
+    notes = [f"grey: {grey} more settings"] if grey else []
+    entitle(figure, title, seeds_note(study, "bands") + notes)
+    axis, _, last = panels[-1]
+    label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])
+    return title, figure
+
+
+def _curves(
+    study: Study, over_seconds: bool, line: Callable[[Run, bool], tuple[Any, Any]], scale: float
+) -> list[Named]:
+    """Every setting's mean curve, x in units of `scale`."""
+    at_equal_steps = study.step is not None and not over_seconds
+    looks = paint(study, "loss_at_equal_steps" if at_equal_steps else "loss_at_equal_seconds")
+    named = []
+    for setting in study.settings:
+        curve = mean_curve([line(run, over_seconds) for run in setting.runs])
+        curve = Curve(curve.x / scale, curve.mean, curve.std)
+        named.append(Named(setting.name, curve, looks.get(setting.name), setting is study.baseline))
+    return named
+
+
+def differences(curves: Sequence[Named]) -> list[Named]:
+    """The same curves in percent above the baseline's mean, over the part of x that it has too; bands likewise."""
+    (base,) = (curve.curve for curve in curves if curve.is_base)
+    result = []
+    for named in curves:
+        first, last = max(named.curve.x[0], base.x[0]), min(named.curve.x[-1], base.x[-1])
+        x = np.unique(np.clip(np.concatenate([named.curve.x, base.x]), first, last))
+        below = np.interp(x, base.x, base.mean)
+        mean = 100 * (np.interp(x, named.curve.x, named.curve.mean) / below - 1)
+        std = None if named.curve.std is None else 100 * np.interp(x, named.curve.x, named.curve.std) / below
+        result.append(Named(named.name, Curve(x, mean, std), named.look, named.is_base))
+    return result
+
+
+def _lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
+    """Means and bands: grey ones below, the baseline dashed on top, so that a line under it is still seen."""
+    strong = sum(named.look is not None for named in curves) <= FEW
+    for named in curves:
+        x, mean, std = named.curve.x, named.curve.mean, named.curve.std
+        if named.look is None:
+            axis.plot(x, mean, **GREY_LINE)
+            continue
+        color, marker = named.look
+        shape: dict[str, Any] = {"linestyle": (0, (4, 2)), "zorder": 4} if named.is_base else {"zorder": 3}
+        if markers and len(x) <= MOST_MARKERS and not named.is_base:
+            shape |= {"marker": marker, "markersize": 3.5}
+        axis.plot(x, mean, color=color, linewidth=1.5, **shape)
+        if std is not None:
+            axis.fill_between(
+                x, mean - std, mean + std, color=color, alpha=0.18 if strong else 0.09, linewidth=0, zorder=2
+            )
+    if is_wide([float(value) for named in curves for value in named.curve.mean]):
+        axis.set_yscale("log")
+
+
+def _mark(axis: Axes, x: float) -> None:
+    """Where runs are compared at equal training time."""
+    axis.axvline(x, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
+    style = {"rotation": 90, "ha": "left", "va": "top", "fontsize": 7.5, "color": FAINT, "path_effects": halo()}
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
+    axis.annotate("shortest run ends", (x, 0.98), **place, **style)

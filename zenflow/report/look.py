@@ -1,0 +1,199 @@
+"""How all pictures look: sizes for a page of a paper, colours that colour-blind readers tell apart, and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.transforms import Bbox
+
+from zenflow.report.study import Study
+
+WIDTH = 7.0  # inches: both columns of a page
+INK, FAINT, QUIET, GRID = "#222222", "#565c66", "#8a8f98", "#e3e5e8"
+BASELINE = "#000000"
+GREY_LINE = {"color": "#c3c8cf", "linewidth": 0.9, "zorder": 1}
+# Okabe and Ito's colours, without the yellow that white paper swallows.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "hatch.linewidth": 0.6,
+    "hatch.color": QUIET,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "zenflow-report",
+}
+# Where a point's name may stand: points of distance, then right and up of it; the first free place is taken.
+SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
+CANDIDATES = [(distance, right, up) for distance in (7, 14, 22, 32, 44, 60) for right, up in SIDES]
+WIDE_RATIO = 10  # of the largest to the smallest value, from which an axis is logarithmic
+
+
+def page(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH) -> tuple[Figure, Any]:
+    """A figure of so many inches, and its axes as a 2-d array."""
+    figure = Figure(figsize=(min(width, WIDTH), height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Whether positive values span so much that a linear axis would hide the small ones."""
+    return min(values) > 0 and max(values) / min(values) >= WIDE_RATIO
+
+
+def paint(study: Study, figure_name: str) -> dict[str, tuple[str, str]]:
+    """Colour and marker of the settings that stand out, by name: the baseline, each engine's best, then the best.
+
+    Best by a figure's mean. The others, if there are more than there are colours, are drawn in grey and without a name.
+    """
+    others = [setting for setting in study.settings if setting is not study.baseline]
+    ranked = sorted(others, key=lambda setting: setting.mean(figure_name))
+    leaders = {setting.values["engine"]: setting for setting in reversed(ranked)}
+    best = [*leaders.values(), *(setting for setting in ranked if setting not in leaders.values())][: len(PALETTE)]
+    chosen = [setting for setting in others if setting in best]  # in the study's order: colours stay from run to run
+    looks = {setting.name: pair for setting, pair in zip(chosen, zip(PALETTE, MARKERS, strict=True), strict=False)}
+    return looks | ({} if study.baseline is None else {study.baseline.name: (BASELINE, "o")})
+
+
+def entitle(figure: Figure, title: str, notes: Sequence[str] = ()) -> None:
+    """The title above and the notes below, at the left, in lines that fit the figure's width."""
+    width = figure.get_figwidth()
+    figure.suptitle(
+        fill(title, int(width * 12.5), break_on_hyphens=False), x=0.01, ha="left", fontweight="bold", fontsize=10
+    )
+    if notes:
+        text = fill("; ".join(notes), int(width * 17.5))
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color=FAINT)
+
+
+def seeds_note(study: Study, what: str) -> list[str]:
+    """What a band or a bar is, where there are several seeds."""
+    counts = [len(setting.runs) for setting in study.settings]
+    if max(counts) == 1:
+        return []
+    count = f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return [f"{what}: ± 1 standard deviation over {count} seeds"]
+
+
+def halo(width: float = 2.5) -> list[Any]:
+    """A white rim that keeps a label readable over lines."""
+    return [withStroke(linewidth=width, foreground="white")]
+
+
+def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]], line_height: float = 0.062) -> None:
+    """Names at the right of the axes, for lines that end at (x, y): (name, x, y, colour), moved apart where needed.
+
+    `line_height` is a label's height as a share of the axes'. The limits of the axes must not change any more.
+    """
+    places = []
+    for name, x, y, color in ends:
+        places.append((axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1], name, x, y, color))
+    places.sort(key=lambda place: place[0])
+    heights = spread_out([place[0] for place in places], line_height)
+    for height, (_, name, x, y, color) in zip(heights, places, strict=True):
+        axis.annotate(
+            name,
+            (x, y),
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            color=color,
+            va="center",
+            fontsize=8,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights, moved as little as they must be to lie `gap` apart and, if they can, between 0 and 1."""
+    groups: list[tuple[float, int]] = []  # mean and count of heights that touch
+    for height in heights:
+        groups.append((height, 1))
+        while len(groups) > 1:
+            (low, some), (high, more) = groups[-2:]
+            if high - low >= gap * (some + more) / 2:
+                break
+            groups[-2:] = [((low * some + high * more) / (some + more), some + more)]
+    free = [mean + gap * (place - (count - 1) / 2) for mean, count in groups for place in range(count)]
+    below_top = [min(height, 1 - gap * place) for place, height in enumerate(reversed(free))][::-1]
+    return [max(height, gap * place) for place, height in enumerate(below_top)]
+
+
+def label_points(
+    axis: Axes, points: Sequence[tuple[str, float, float, str]], bars: Sequence[tuple[float, float]]
+) -> None:
+    """Names beside points (name, x, y, colour), each where it covers no point, no bar and no name before it.
+
+    `bars`: how far each point's error bars reach in x and y. The axes must have their limits. A name that lies farther
+    from its point gets a line to it.
+    """
+    figure = axis.figure
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()  # the layout
+    inside = axis.get_window_extent(renderer)
+    taken = [box for point, bar in zip(points, bars, strict=True) for box in _cross(axis, *point[1:3], *bar)]
+    for name, x, y, color in points:
+        text = axis.annotate(name, (x, y), (0, 0), textcoords="offset points", color=color, fontsize=8)
+        text.set_path_effects(halo())
+        for distance, right, up in CANDIDATES:
+            text.set(position=(right * distance, up * distance))
+            text.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
+            box = text.get_window_extent(renderer)
+            if not any(box.overlaps(other) for other in taken) and _holds(inside, box):
+                break
+        taken.append(box)
+        if distance > CANDIDATES[0][0]:
+            axis.annotate(
+                "",
+                (x, y),
+                (right * distance, up * distance),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
+            )
+
+
+def _cross(axis: Axes, x: float, y: float, across: float, upwards: float) -> list[Bbox]:
+    """The boxes of a point's marker and of its two bars, in pixels."""
+    corners = axis.transData.transform([(x - across, y - upwards), (x, y), (x + across, y + upwards)])
+    (left, bottom), (x, y), (right, top) = corners
+    marker, thin = 5 * axis.figure.dpi / 72, 1.0
+    return [
+        Bbox.from_extents(x - marker, y - marker, x + marker, y + marker),
+        Bbox.from_extents(left, y - thin, right, y + thin),
+        Bbox.from_extents(x - thin, bottom, x + thin, top),
+    ]
+
+
+def _holds(outer: Bbox, inner: Bbox) -> bool:
+    return outer.x0 <= inner.x0 and inner.x1 <= outer.x1 and outer.y0 <= inner.y0 and inner.y1 <= outer.y1

@@ -1,0 +1,182 @@
+"""What a run was set to, from its resolved configuration: which runs are one setting, and how settings are called.
+
+A setting is everything that bears on the result or its speed, except the seed: not the run's name, its plot or its
+tracking. The machine (summary.json) is part of it. A task is the model and the data: within it losses may be compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from zenflow.training.errors import InputError
+
+Values = dict[str, Hashable]
+
+ADAMW, ZENFLOW, ZERO_OFFLOAD = "adamw", "zenflow", "zero_offload"
+ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
+SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
+WITHOUT_EFFECT = ("seed", "name", "plot", "device")  # `device` says less than the machine
+NOT_RECORDED = "not recorded"
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> Values:
+    """{"engine": {"topk_ratio": 0.1}} as {"engine.topk_ratio": 0.1}; lists become tuples."""
+    values: Values = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            values |= flat(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = _hashable(value)
+    return values
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def engine_of(config: dict[str, Any]) -> str:
+    """The choice of `engine=` that the configuration amounts to."""
+    engine = config["engine"]
+    if "topk_ratio" not in engine:
+        return ADAMW
+    synchronous = all(engine.get(key.partition(".")[2]) == value for key, value in ZERO_OFFLOAD_KEYS.items())
+    return ZERO_OFFLOAD if synchronous else ZENFLOW
+
+
+def setting_of(config: dict[str, Any], machine: str | None) -> Values:
+    """The setting, with `engine` first; without what the choice of the engine says already."""
+    kind, values = engine_of(config), flat(config)
+    dropped = {name for name in values if name in WITHOUT_EFFECT or name.startswith("tracking.")}
+    dropped |= set(ZERO_OFFLOAD_KEYS) if kind == ZERO_OFFLOAD else set()
+    if values.get("trace") is None:
+        dropped.add("trace_steps")
+    if values.get("data.kind") != "file":
+        dropped.add("data.path")  # where this machine keeps what `kind` names
+    if machine is not None and machine.startswith("cpu"):
+        dropped.add("threads")  # the machine has their number
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    engine = {name: value for name, value in kept.items() if name.startswith("engine.")}
+    return {"engine": kind} | engine | kept | ({} if machine is None else {"machine": machine})
+
+
+def task_of(config: dict[str, Any]) -> Values:
+    """Model and data, less what may be varied without making the losses incomparable."""
+    values = setting_of(config, None)
+    varied = ("model.dtype", "data.max_characters")
+    return {
+        name: value for name, value in values.items() if name.startswith(("model.", "data.")) and name not in varied
+    }
+
+
+def task_name(config: dict[str, Any]) -> str:
+    """A task in words, as "minilm on snippets"."""
+    model, data = config["model"], config["data"]
+    source = model.get("path") or model.get("package") or model.get("kind")
+    text = data["path"] if data.get("kind") == "file" and data.get("path") else data.get("kind")
+    return f"{_last_part(source)} on {_last_part(text)}"
+
+
+def _last_part(path: Any) -> str:
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def key(values: Values) -> Hashable:
+    """Equal for equal settings, however they were ordered."""
+    return frozenset(values.items())
+
+
+def differing(settings: Sequence[Values]) -> list[str]:
+    """The keys in which settings or tasks differ, the engine's first, then in the configuration's order.
+
+    A key of the engine is compared only among those whose engine has it.
+    """
+    names = dict.fromkeys(name for values in settings for name in values)
+    ordered = sorted(names, key=lambda name: not name.startswith("engine"))
+    return [name for name in ordered if len({_value(values, name) for values in settings if _has(values, name)}) > 1]
+
+
+def _has(values: Values, name: str) -> bool:
+    if not name.startswith("engine."):
+        return True
+    return values["engine"] != ADAMW and not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
+
+
+def _value(values: Values, name: str) -> Hashable:
+    return values.get(name, NOT_RECORDED)
+
+
+def named(settings: Sequence[Values], keys: Sequence[str]) -> list[str]:
+    """Each setting by its values of `keys`, as "zenflow, k 0.05, U 4"; the engine alone where nothing differs."""
+    short = _short_names(keys)
+    names = []
+    for values in settings:
+        parts = [str(values["engine"])] if "engine" in keys or not keys else []
+        for name in keys:
+            if name != "engine" and _has(values, name):
+                others = {_value(other, name) for other in settings}
+                word = _shown(_value(values, name), others)
+                parts.append(word if name == "machine" else f"{short[name]} {word}")
+        names.append(", ".join(parts) or str(values["engine"]))
+    return names
+
+
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
+    lasts = [name.rpartition(".")[2] for name in keys]
+    return {
+        name: SYMBOLS.get(name, last if lasts.count(last) == 1 else name)
+        for name, last in zip(keys, lasts, strict=True)
+    }
+
+
+def _shown(value: Hashable, others: set[Hashable]) -> str:
+    """A value in few characters; of a path as many last parts as tell it from the others."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, str):
+        if "/" not in value:
+            return value
+        parts, rivals = value.split("/"), [other.split("/") for other in others if isinstance(other, str)]
+        for count in range(1, len(parts) + 1):
+            if sum(rival[-count:] == parts[-count:] for rival in rivals) == 1:
+                return "/".join(parts[-count:])
+    return json.dumps(value)
+
+
+def order(values: Values, keys: Sequence[str]) -> list[tuple[int, float, str]]:
+    """A sort key: AdamW, then synchronous offload, then ZenFlow; numbers by size."""
+    kinds = (ADAMW, ZERO_OFFLOAD, ZENFLOW)
+    places: list[tuple[int, float, str]] = [(0, kinds.index(values["engine"]), "")]
+    for name in keys:
+        value = _value(values, name)
+        places.append((0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value)))
+    return places
+
+
+def parse_overrides(words: Sequence[str]) -> Values:
+    """["engine=adamw", "optimizer.lr=1e-4"] as values. Errors: InputError for a word that is no KEY=VALUE."""
+    wanted: Values = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name and equals and text):
+            raise InputError(f"baseline {word!r} is no setting; allowed: KEY=VALUE, as engine=adamw.")
+        wanted[name] = _parsed(text)
+    return wanted
+
+
+def _parsed(text: str) -> Hashable:
+    if text.lower() in (words := {"true": True, "false": False, "null": None}):
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def matches(values: Values, wanted: Values) -> bool:
+    """Whether a setting has all the wanted values; what the choice of its engine implies counts."""
+    implied = ZERO_OFFLOAD_KEYS if values["engine"] == ZERO_OFFLOAD else {}
+    return all((implied | values).get(name, NOT_RECORDED) == value for name, value in wanted.items())

@@ -1,0 +1,207 @@
+"""Runs of one model on one data set side by side: settings, what they are compared at, and the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zenflow.report import settings
+from zenflow.report.figures import (
+    Spread,
+    equal_seconds,
+    equal_step,
+    loss_at_seconds,
+    loss_at_step,
+    percent,
+    run_figures,
+)
+from zenflow.report.figures import spread as spread_of
+from zenflow.report.runs import LeftOut, Run
+from zenflow.report.settings import ADAMW, Values
+from zenflow.training.errors import InputError
+
+
+@dataclass(eq=False)
+class Setting:
+    """Runs that differ in the seed alone. `figures` are those of its runs, `spreads` their means, under equal names.
+
+    `vs_steps` and `vs_seconds`: percent by which the validation loss lies above the baseline's, at equal steps and at
+    equal training time; None without a baseline.
+    """
+
+    name: str
+    values: Values
+    runs: list[Run]
+    left_out: int = 0
+    figures: list[dict[str, float | None]] = field(default_factory=list)
+    spreads: dict[str, Spread | None] = field(default_factory=dict)
+    vs_steps: float | None = None
+    vs_seconds: float | None = None
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.config["seed"] for run in self.runs]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a figure over the runs."""
+        spread = self.spreads[name]
+        return None if spread is None else spread.mean
+
+
+@dataclass
+class Study:
+    """Settings of one task, sorted; `keys` are those in which they differ. `notes` are sentences of caution."""
+
+    title: str
+    keys: list[str]
+    settings: list[Setting]
+    step: int | None  # the last after which all were evaluated
+    seconds: float  # of training, the shortest run's
+    baseline: Setting | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def base_name(self) -> str:
+        """The baseline as a word of a title."""
+        return "AdamW" if self.baseline.values["engine"] == ADAMW else f"“{self.baseline.name}”"
+
+
+def studies(runs: Sequence[Run], left_out: Sequence[LeftOut], baseline: Values) -> list[Study]:
+    """One study for each task, sorted by title. `baseline` are the wanted values; with none it is an AdamW setting.
+
+    Errors: InputError if `baseline` fits no setting of any study, or several of one.
+    """
+    tasks: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        tasks.setdefault(settings.key(settings.task_of(run.config)), []).append(run)
+    found = [_study(title, members, left_out) for title, members in zip(_titles(tasks), tasks.values(), strict=True)]
+    for study in found:
+        _compare(study, _asked_for(study, baseline) if baseline else _best_adamw(study))
+    if baseline and found and not any(study.baseline for study in found):
+        raise InputError(_no_baseline(found, baseline))
+    return sorted(found, key=lambda study: study.title)
+
+
+def _titles(tasks: dict[Hashable, list[Run]]) -> list[str]:
+    """The names of the tasks; where two have the same, with what differs between these."""
+    configs = [members[0].config for members in tasks.values()]
+    names = [settings.task_name(config) for config in configs]
+    titles = []
+    for name, config in zip(names, configs, strict=True):
+        rivals = [settings.task_of(other) for other, same in zip(configs, names, strict=True) if same == name]
+        mine = settings.task_of(config)
+        detail = [f"{key.rpartition('.')[2]} {mine.get(key)}" for key in settings.differing(rivals)]
+        titles.append(", ".join([name, *detail]))
+    return titles
+
+
+def _study(title: str, runs: list[Run], left_out: Sequence[LeftOut]) -> Study:
+    grouped: dict[Hashable, tuple[Values, list[Run]]] = {}
+    for run in runs:
+        values = settings.setting_of(run.config, run.summary.get("device"))
+        grouped.setdefault(settings.key(values), (values, []))[1].append(run)
+    all_values = [values for values, _ in grouped.values()]
+    keys = settings.differing(all_values)
+    names = settings.named(all_values, keys)
+    members = [Setting(name, *pair) for name, pair in zip(names, grouped.values(), strict=True)]
+    study = Study(title, keys, members, equal_step(runs), equal_seconds(runs))
+    study.settings.sort(key=lambda setting: settings.order(setting.values, keys))
+    for setting in study.settings:
+        setting.runs.sort(key=lambda run: run.config["seed"])
+        setting.left_out = sum(_belongs(other, setting) for other in left_out)
+        setting.figures = [_figures(run, study) for run in setting.runs]
+        names = dict.fromkeys(name for figures in setting.figures for name in figures)
+        setting.spreads = {name: spread_of([figures.get(name) for figures in setting.figures]) for name in names}
+    study.notes = _notes(study, runs)
+    return study
+
+
+def _belongs(run: LeftOut, setting: Setting) -> bool:
+    """Whether a run that was left out would have been one of the setting's, as far as its configuration tells."""
+    if run.config is None:
+        return False
+    machine = setting.values.get("machine")
+    return settings.key(settings.setting_of(run.config, machine)) == settings.key(setting.values)
+
+
+def _figures(run: Run, study: Study) -> dict[str, float | None]:
+    return run_figures(run) | {
+        "loss_at_equal_steps": loss_at_step(run, study.step),
+        "loss_at_equal_seconds": loss_at_seconds(run, study.seconds),
+        **{f"loss_at_step_{point.step}": point.loss for point in run.evaluations},
+    }
+
+
+def _compare(study: Study, baseline: Setting | None) -> None:
+    study.baseline = baseline
+    if baseline is None:
+        return
+    study.settings.sort(key=lambda setting: setting is not baseline)
+    for setting in study.settings:
+        for field_name, figure in (("vs_steps", "loss_at_equal_steps"), ("vs_seconds", "loss_at_equal_seconds")):
+            setattr(setting, field_name, percent(setting.spreads[figure], baseline.spreads[figure]))
+
+
+def _best_adamw(study: Study) -> Setting | None:
+    """The AdamW setting with the lowest loss at equal steps: the strongest one to be compared with."""
+    candidates = [setting for setting in study.settings if setting.values["engine"] == ADAMW]
+    figure = "final_loss" if study.step is None else "loss_at_equal_steps"
+    best = min(candidates, key=lambda setting: setting.mean(figure), default=None)
+    if len(candidates) > 1:
+        study.notes.append(
+            f"The baseline is the best of {len(candidates)} AdamW settings, “{best.name}”; --baseline takes another."
+        )
+    return best
+
+
+def _asked_for(study: Study, wanted: Values) -> Setting | None:
+    fitting = [setting for setting in study.settings if settings.matches(setting.values, wanted)]
+    if len(fitting) > 1:
+        names = "; ".join(setting.name for setting in fitting)
+        raise InputError(
+            f"baseline {_words(wanted)} fits {len(fitting)} settings of {study.title} ({names}); "
+            f"give --baseline once more with one of {', '.join(settings.differing([s.values for s in fitting]))}."
+        )
+    if not fitting:
+        study.notes.append(f"No setting here has the baseline's {_words(wanted)}: no differences.")
+    return fitting[0] if fitting else None
+
+
+def _words(wanted: Values) -> str:
+    return " ".join(f"{name}={value}" for name, value in wanted.items())
+
+
+def _no_baseline(found: Sequence[Study], wanted: Values) -> str:
+    """What is allowed: the values that there are of the first key that does not fit."""
+    present = [setting.values for study in found for setting in study.settings]
+    for name, value in wanted.items():
+        if not any(settings.matches(values, {name: value}) for values in present):
+            known = dict.fromkeys(str(values[name]) for values in present if name in values)
+            keys = dict.fromkeys(key for study in found for key in study.keys)
+            allowed = f"{name} of {', '.join(known)}" if known else f"a key of {', '.join(keys) or 'engine'}"
+            return f"baseline {name}={value} fits no run; allowed: {allowed}."
+    names = "; ".join(setting.name for study in found for setting in study.settings)
+    return f"baseline {_words(wanted)} fits no run as a whole; allowed: one of {names}."
+
+
+def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
+    notes = []
+    if study.step is None:
+        notes.append("There is no step after which all runs were evaluated: nothing is compared at equal steps.")
+    if len({run.config["steps"] for run in runs}) > 1:
+        notes.append("The runs differ in length: at equal steps the longer ones are amid their learning rate's course.")
+    for setting in study.settings:
+        if twice := sorted({seed for seed in setting.seeds if setting.seeds.count(seed) > 1}):
+            words = ", ".join(map(str, twice))
+            notes.append(f"“{setting.name}” has seed {words} more than once: its spread is not one of seeds.")
+    versions = sorted({_word(run.summary.get("torch")) for run in runs})
+    if len(versions) > 1:
+        notes.append(f"The runs were made with several versions of torch: {', '.join(versions)}.")
+    if repeated := sum(run.repeated for run in runs):
+        notes.append(f"{repeated} lines of steps were written anew after a resumption; the later ones count.")
+    return notes
+
+
+def _word(value: Any) -> str:
+    return settings.NOT_RECORDED if value is None else str(value)
