@@ -1,0 +1,60 @@
+"""What a loss may do, and what it may not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from zenflow.diagnose.health import examine
+
+FALLING = [4.0 - 0.02 * step + 0.05 * (-1) ** step for step in range(100)]
+
+
+def test_a_falling_loss_is_healthy():
+    health = examine(FALLING)
+    assert health.falling and not health.faults and health.spikes == 0
+    assert health.change == pytest.approx(-0.02 * 99, rel=0.01)
+    assert health.first == pytest.approx(3.91) and health.last == pytest.approx(2.11)
+
+
+def test_nothing_given_is_no_fault():
+    health = examine([])
+    assert not health.faults and not health.falling and health.first is None
+
+
+def test_a_flat_loss_is_no_fault_and_not_falling():
+    health = examine([2.0] * 7)
+    assert not health.faults and not health.falling and health.spikes == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_loss_that_is_not_finite_is_a_fault(bad):
+    health = examine([*FALLING[:50], bad, *FALLING[51:]])
+    assert health.not_finite == 1 and health.faults == ("1 of 100 losses are not finite",)
+    assert math.isfinite(health.first + health.last + health.change + health.noise)
+
+
+def test_only_bad_losses():
+    assert examine([math.nan] * 3).faults == ("3 of 3 losses are not finite",)
+
+
+def test_a_rising_loss_is_a_fault_beyond_its_noise():
+    assert examine(FALLING[::-1]).faults == ("the loss rises by 1.98 over 100 steps",)
+    noisy = [2.0 + 0.002 * step + 0.5 * (-1) ** step for step in range(100)]
+    assert not examine(noisy).faults
+
+
+def test_spikes_are_counted_and_many_are_a_fault():
+    few = list(FALLING)
+    for step in (10, 20, 30):
+        few[step] += 5
+    assert examine(few).spikes == 3 and not examine(few).faults
+    for step in (40, 50, 60):
+        few[step] += 5
+    assert examine(few).spikes == 6 and "6 of 100 losses stand" in examine(few).faults[0]
+
+
+def test_skipped_steps_are_a_fault_beyond_a_share():
+    assert not examine(FALLING, skipped_steps=5).faults
+    assert examine(FALLING, skipped_steps=6).faults == ("6 steps were skipped: their gradients were not finite",)

@@ -1,0 +1,125 @@
+"""Every verdict from numbers made for it, and the cautions: what must never be concluded."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.diagnose.making import measured
+from zenflow.diagnose.figures import Memory, StepParts
+from zenflow.diagnose.result import Result
+from zenflow.diagnose.verdict import (
+    COMPUTE,
+    DATA,
+    INCONCLUSIVE,
+    MEMORY_RICH,
+    OFFLOAD,
+    UNHEALTHY,
+    Thresholds,
+    Verdict,
+)
+
+ROOMY = Memory(peak=10_000_000_000, activations=6_000_000_000, card=80_000_000_000)
+
+
+def verdict(**settings) -> Verdict:
+    return Result.of(measured(**settings)).verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param({"stall": 0.05, "busy": 0.04}, OFFLOAD, id="waits for the CPU"),
+        pytest.param({"data": 0.05}, DATA, id="waits for batches"),
+        pytest.param({}, COMPUTE, id="waits for nothing"),
+        pytest.param({"offloads": False, "stall": None, "engine": "adamw"}, COMPUTE, id="AdamW on the device"),
+        pytest.param({"stall": 0.05, "busy": 0.04, "memory": ROOMY}, MEMORY_RICH, id="AdamW fits"),
+        pytest.param({"losses": [math.nan] * 100}, UNHEALTHY, id="losses are not finite"),
+        pytest.param({"losses": [1 + 0.1 * step for step in range(100)]}, UNHEALTHY, id="the loss rises"),
+        pytest.param({"skipped_steps": 50}, UNHEALTHY, id="steps are skipped"),
+        pytest.param({"steps": 19, "stall": 0.05}, INCONCLUSIVE, id="too few steps"),
+        pytest.param({"stall": None, "optimizer": 0.05}, INCONCLUSIVE, id="an offload without records"),
+    ],
+)
+def test_each_verdict(settings, kind):
+    assert verdict(**settings).kind == kind
+
+
+def test_uneven_steps_give_no_verdict_however_much_is_waited_for():
+    steps = [StepParts(0.1, 0.0, 0.06)] * 90 + [StepParts(0.2, 0.0, 0.06)] * 10
+    found = Result.of(replace(measured(stall=0.05, busy=0.04), steps=steps)).verdict
+    assert found.kind == INCONCLUSIVE and "2.00 times their median" in found.reason and found.advice is None
+
+
+def test_a_loader_that_stalls_now_and_then_is_data_bound_and_not_noise():
+    steps = [StepParts(0.1, 0.0, 0.01)] * 90 + [StepParts(1.1, 1.0, 0.01)] * 10
+    assert Result.of(replace(measured(), steps=steps)).verdict.kind == DATA
+
+
+@pytest.mark.parametrize(("stall", "kind"), [(0.00999, COMPUTE), (0.0101, OFFLOAD)])
+def test_the_threshold_of_the_stall(stall, kind):
+    assert verdict(stall=stall, busy=0.04).kind == kind
+
+
+@pytest.mark.parametrize(("data", "stall", "kind"), [(0.03, 0.02, DATA), (0.02, 0.03, OFFLOAD)])
+def test_of_two_waits_the_longer_is_blamed_and_the_other_is_told(data, stall, kind):
+    found = verdict(data=data, stall=stall, busy=0.04)
+    assert found.kind == kind
+    (told,) = [remark for remark in found.remarks if "of a step" in remark]
+    assert ("CPU or PCIe" in told) == (kind == DATA)
+
+
+def test_a_waiting_loader_is_never_advised_zenflow():  # "ZenFlow does not solve it"
+    found = verdict(data=0.05, stall=0.02, busy=0.04)
+    assert found.kind == DATA and found.advice is None and "does not change this wait" in found.next
+
+
+def test_enough_memory_means_no_offload_at_all():
+    found = verdict(stall=0.05, busy=0.04, memory=ROOMY)
+    assert "Do not offload at all" in found.next and found.advice is None
+    tight = Memory(peak=10**10, activations=6 * 10**9, card=24 * 10**9)  # 22 of 24 GB are over 90%
+    assert verdict(stall=0.05, busy=0.04, memory=tight).kind == OFFLOAD
+
+
+def test_a_sick_loss_comes_before_any_speed():
+    found = verdict(stall=0.05, busy=0.04, losses=[2.0] * 50 + [math.inf] + [2.0] * 49)
+    assert found.kind == UNHEALTHY and found.advice is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": 0.05}, {"stall": 0.05, "busy": 0.04}, {"steps": 5}])
+def test_utilisation_decides_nothing(settings):
+    """A high one is no better training, a low one no reason: it is told, with that caution."""
+    without = verdict(**settings)
+    for utilisation in (0.0, 0.5, 1.0):
+        found = verdict(**settings, utilisation=utilisation)
+        assert (found.kind, found.reason, found.next) == (without.kind, without.reason, without.next)
+        assert "says nothing about speed or quality" in found.remarks[-1]
+
+
+def test_slow_pcie_alone_is_no_reason():
+    """Much traffic that is hidden under compute: the device does not wait, so there is nothing to mend."""
+    assert verdict(stall=0.0, busy=0.09, moved=2.4e9).kind == COMPUTE
+
+
+def test_no_factor_is_promised():
+    found = verdict(stall=0.05, busy=0.04)
+    words = " ".join((found.reason, found.next, *found.remarks))
+    assert "estimate" in words and "zenflow-compare" in words and "not gone" in words
+    assert not re.search(r"\d\s*(x|times)\b|faster|speed-?up", words)
+
+
+def test_few_steps_are_remarked_on():
+    assert any("Only 20 steps" in remark for remark in verdict(steps=20).remarks)
+    assert not any("Only" in remark for remark in verdict(steps=100).remarks)
+
+
+def test_a_loss_that_does_not_fall_is_remarked_on():
+    found = verdict(losses=[2.0] * 100)
+    assert found.kind == COMPUTE and any("does not fall" in remark for remark in found.remarks)
+
+
+def test_thresholds_can_be_chosen():
+    assert Result.of(measured(stall=0.05, busy=0.04), Thresholds(stall_share=0.6)).verdict.kind == COMPUTE

@@ -1,0 +1,68 @@
+"""Whether a run's loss looks as it should, without torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zenflow.diagnose.numbers import slope, spread
+
+SPIKE = 6.0  # noise widths above the line through the losses
+MAX_SPIKES = 0.05  # share of the steps
+MAX_SKIPPED = 0.05  # likewise, of steps whose gradient was not finite
+RISE = 0.05  # of the median loss, and at least two noise widths: what counts as rising
+
+
+@dataclass(frozen=True)
+class LossHealth:
+    """Of the losses of consecutive steps; those that are not finite are left out of every other figure.
+
+    `change` is the robust slope times the run's length, `noise` the width of a single loss around that line. `faults`
+    are sentences; none means healthy. `falling` may be false without a fault: a short run, or one that is done.
+    """
+
+    steps: int
+    not_finite: int
+    first: float | None  # means over the first and the last tenth
+    last: float | None
+    change: float
+    noise: float
+    spikes: int
+    skipped_steps: int
+    falling: bool
+    faults: tuple[str, ...]
+
+
+def examine(losses: Sequence[float], skipped_steps: int = 0) -> LossHealth:
+    """The health of a run; with no losses at all there is nothing to find a fault with."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    per_step = slope(finite)
+    change = per_step * max(0, len(finite) - 1)
+    rests = [loss - per_step * place for place, loss in enumerate(finite)]
+    level, noise = (statistics.median(rests), spread(rests)) if rests else (0.0, 0.0)
+    tenth = max(1, len(finite) // 10)
+    spikes = sum(rest - level > SPIKE * noise for rest in rests) if noise else 0
+    bad = len(losses) - len(finite)
+    faults = []
+    if bad:
+        faults.append(f"{bad} of {len(losses)} losses are not finite")
+    if finite and change > max(2 * noise, RISE * abs(statistics.median(finite))):
+        faults.append(f"the loss rises by {change:.3g} over {len(losses)} steps")
+    if spikes > MAX_SPIKES * len(losses):
+        faults.append(f"{spikes} of {len(losses)} losses stand {SPIKE:g} noise widths above the others")
+    if skipped_steps > MAX_SKIPPED * max(1, len(losses)):
+        faults.append(f"{skipped_steps} steps were skipped: their gradients were not finite")
+    return LossHealth(
+        steps=len(losses),
+        not_finite=bad,
+        first=statistics.fmean(finite[:tenth]) if finite else None,
+        last=statistics.fmean(finite[-tenth:]) if finite else None,
+        change=change,
+        noise=noise,
+        spikes=spikes,
+        skipped_steps=skipped_steps,
+        falling=bool(finite) and change < 0,
+        faults=tuple(faults),
+    )

@@ -1,0 +1,159 @@
+"""What limits a training run, and what follows from that. Pure arithmetic over `Figures`, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zenflow.diagnose.advice import Advice, advise
+from zenflow.diagnose.figures import Figures
+
+OFFLOAD, DATA, COMPUTE = "offload-bound", "data-bound", "compute-bound"
+MEMORY_RICH, UNHEALTHY, INCONCLUSIVE = "memory-rich", "unhealthy", "inconclusive"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What decides. A share is one of the mean step.
+
+    How busy the device is decides nothing: it is busy with what it is given, and says nothing of speed or quality.
+    """
+
+    min_steps: int = 20  # fewer give no verdict
+    advised_steps: int = 100  # fewer give a remark
+    noise: float = 1.5  # p95 over median of the steps without their waiting for data; more gives no verdict
+    data_share: float = 0.10  # waiting for batches, from which on the data is to blame
+    stall_share: float = 0.10  # waiting for CPU or PCIe, from which on the offload is
+    memory_share: float = 0.90  # of the card, that AdamW with all its state on the device may take
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind` is one of the six words above; `reason` a sentence with the figures that led to it; `next` what to do.
+
+    `remarks` limit what may be read into it. `advice` comes with offload-bound alone.
+    """
+
+    kind: str
+    reason: str
+    next: str
+    remarks: tuple[str, ...]
+    advice: Advice | None = None
+
+
+def judge(figures: Figures, *, parameters: int, offloads: bool, limits: Thresholds | None = None) -> Verdict:
+    """The first that holds: unhealthy, inconclusive, data-bound, memory-rich, offload-bound, compute-bound.
+
+    Of data and offload the one that is waited for longer. offloads: whether the run kept optimizer state on the host.
+    """
+    limits = limits or Thresholds()
+    kind, reason, following, advice = _decide(figures, parameters, offloads, limits)
+    return Verdict(kind, reason, following, tuple(_remarks(figures, kind, limits)), advice)
+
+
+Decision = tuple[str, str, str, Advice | None]
+
+
+def _decide(figures: Figures, parameters: int, offloads: bool, limits: Thresholds) -> Decision:
+    if figures.health.faults:
+        return (
+            UNHEALTHY,
+            "; ".join(figures.health.faults) + ".",
+            "Mend the training first (learning rate, precision, data): a faster step of it is worth nothing.",
+            None,
+        )
+    if doubt := _doubt(figures, limits):
+        return INCONCLUSIVE, *doubt, None
+    stall_share = figures.stall_share or 0.0
+    if figures.data_share >= max(limits.data_share, stall_share):
+        return (
+            DATA,
+            f"The device waits {_ms(figures.data)} a step ({figures.data_share:.0%}) for the next batch.",
+            "Load the data faster (workers, prefetch, tokenising ahead); ZenFlow does not change this wait.",
+            None,
+        )
+    if offloads and _fits(figures, limits):
+        return (
+            MEMORY_RICH,
+            f"AdamW with all its state on the device needs at most {_gb(figures.adamw_bytes)} of the card's "
+            f"{_gb(figures.card)}.",
+            "Do not offload at all: run it with engine=adamw.",
+            None,
+        )
+    if offloads and figures.stall_share is None and figures.optimizer_share >= limits.stall_share:
+        return (
+            INCONCLUSIVE,
+            f"The optimizer takes {figures.optimizer_share:.0%} of a step, and keeps no record of how much of that the "
+            "device waits.",
+            "Measure the same job with zenflow-diagnose engine=zero_offload, which does.",
+            None,
+        )
+    if offloads and stall_share >= limits.stall_share:
+        return _offload_bound(figures, parameters, limits)
+    return (
+        COMPUTE,
+        f"Waiting for data takes {figures.data_share:.0%} and for CPU or PCIe {stall_share:.0%} of a step; the rest, "
+        f"{_ms(figures.compute + figures.optimizer)}, is the device's own work or the launching of it.",
+        "Look at kernels, batch size, compilation and communication; less waiting for the CPU would change little.",
+        None,
+    )
+
+
+def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Decision:
+    advice = advise(figures, parameters, limits.memory_share)
+    copies = "the copies" if advice.copies_known else "the copies, which could not be measured here,"
+    fit = (
+        f"the CPU's pass over the deferred channels and {copies} take {_ms(advice.work)} a window of "
+        f"{advice.update_interval} steps, whose own work takes {_ms(advice.update_interval * advice.floor)}: "
+        f"estimated stall {_ms(advice.stall)} a step"
+    )
+    return (
+        OFFLOAD,
+        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.0%}) for the CPU or for PCIe.",
+        f"Try ZenFlow: {advice.overrides}. By these measurements {fit}. That is an estimate: the work is hidden under "
+        "compute where it fits, not gone, and speed and quality are known only after zenflow-compare.",
+        advice,
+    )
+
+
+def _doubt(figures: Figures, limits: Thresholds) -> tuple[str, str] | None:
+    if figures.steps < limits.min_steps:
+        reason = f"{figures.steps} measured steps are too few; at least {limits.min_steps} are needed."
+        return reason, f"Measure {limits.advised_steps} steps or more (diagnose.steps)."
+    noise = figures.steady_p95 / figures.steady_median
+    if noise > limits.noise:
+        return (
+            f"The steps are too uneven: without waiting for data their p95 is {noise:.2f} times their median; at most "
+            f"{limits.noise:g} is allowed.",
+            "Stop what else runs on this machine, fix the batches' length, or measure more steps, and repeat.",
+        )
+    return None
+
+
+def _fits(figures: Figures, limits: Thresholds) -> bool:
+    if figures.adamw_bytes is None or figures.card is None:
+        return False
+    return figures.adamw_bytes <= limits.memory_share * figures.card
+
+
+def _remarks(figures: Figures, kind: str, limits: Thresholds) -> Iterator[str]:
+    if figures.steps < limits.advised_steps:
+        yield f"Only {figures.steps} steps were measured; {limits.advised_steps} to 500 are advised."
+    if not figures.health.falling:
+        yield "The loss does not fall over these steps; whether the training works is not shown."
+    if kind != DATA and figures.data_share >= limits.data_share:
+        yield f"Waiting for batches takes {figures.data_share:.0%} of a step."
+    if kind != OFFLOAD and (figures.stall_share or 0.0) >= limits.stall_share:
+        yield f"Waiting for CPU or PCIe takes {figures.stall_share:.0%} of a step."
+    if figures.utilisation is not None:
+        yield (
+            f"NVML calls the device {figures.utilisation:.0%} utilised; that alone says nothing about speed or quality."
+        )
+
+
+def _ms(seconds: float | None) -> str:
+    return f"{1e3 * (seconds or 0.0):.1f} ms"
+
+
+def _gb(size: int | None) -> str:
+    return f"{(size or 0) / 1e9:.1f} GB"
