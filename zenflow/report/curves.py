@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zenflow.report.figures import Curve, mean_curve, training_line, validation_line
-from zenflow.report.look import FAINT, GREY_LINE, QUIET, WIDTH, entitle, halo, is_wide, label_ends, paint, seeds_note
+from zenflow.report.look import GREY_LINE, QUIET, WIDTH, entitle, is_wide, label_ends, paint, seeds_note
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
 
@@ -57,11 +57,13 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         if not over_seconds:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.margins(x=0.02)
+    notes = seeds_note(study, "bands")
     if over_seconds and len(study.settings) > 1:
-        _mark(above[1], study.seconds / scale)
-    grey = sum(curve.look is None for curve in validation)
-    notes = [f"grey: {grey} more settings"] if grey else []
-    entitle(figure, title, seeds_note(study, "bands") + notes)
+        above[1].axvline(study.seconds / scale, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
+        notes.append("dotted: the shortest run's end, where losses are compared")
+    if grey := sum(curve.look is None for curve in validation):
+        notes.append(f"grey: {grey} more settings")
+    entitle(figure, title, notes)
     axis, _, last = panels[-1]
     label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])
     return title, figure
@@ -114,11 +116,3 @@ def _lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
             )
     if is_wide([float(value) for named in curves for value in named.curve.mean]):
         axis.set_yscale("log")
-
-
-def _mark(axis: Axes, x: float) -> None:
-    """Where runs are compared at equal training time."""
-    axis.axvline(x, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
-    style = {"rotation": 90, "ha": "left", "va": "top", "fontsize": 7.5, "color": FAINT, "path_effects": halo()}
-    place = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
-    axis.annotate("shortest run ends", (x, 0.98), **place, **style)

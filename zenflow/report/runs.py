@@ -22,7 +22,7 @@ CONFIG, METRICS, SUMMARY, LOG = "config.json", "metrics.jsonl", "summary.json", 
 LOOKED_FOR = f"folders with {METRICS} and {CONFIG}, as zenflow-train writes them"
 ENGINE_PART = ("compute_seconds", "optimizer_seconds", "selection_seconds", "stall_seconds", "host_wait_seconds")
 TOTALS = ("stall_share", "m_to_host_per_step", "m_to_device_per_step", "worker_busy_share", "skipped_steps")
-_LOG_LINE = re.compile(r"\[[^]]*\]\[zenflow\.[\w.]+\]\[(\w+)\] - (.*)")
+_LOG_LINE = re.compile(r"^\[[^]]*\]\[([\w.]+)\]\[(\w+)\] - (.*)", flags=re.M)
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,9 @@ def _log_lines(folder: Path) -> list[tuple[str, str, str]]:
     except OSError:
         return []
     found = list(_LOG_LINE.finditer(text))
-    ends = [match.start() for match in found[1:]] + [len(text)]
-    return [(match[1], match[2], text[match.end() : end]) for match, end in zip(found, ends, strict=True)]
+    bounds = [*(match.start() for match in found), len(text)]
+    parts = [(*match.groups(), text[match.end() : end]) for match, end in zip(found, bounds[1:], strict=True)]
+    return [(level, message, rest) for module, level, message, rest in parts if module.startswith("zenflow.")]
 
 
 def _error_in_log(folder: Path) -> str | None:

@@ -1,0 +1,226 @@
+"""`zenflow-report` as a whole: tables, files, what it needs and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.report.making import ZERO_OFFLOAD, config, lines, make, write_lines
+from zenflow.report import command, files
+
+ROOT = Path(command.__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+PICTURES = ["heat_map_seconds", "heat_map_steps", "loss_seconds", "loss_steps", "pareto", "step_time"]
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """AdamW and synchronous offload with two seeds, a grid of k and U without its last cell, a run that failed."""
+    runs = tmp_path / "runs"
+    for seed in (0, 1):
+        make(runs / "adamw" / str(seed), {0: 4.0, 2: 2.5, 4: 2.0 + 0.1 * seed}, 1.0, seed=seed, engine={})
+        zero = {name.replace(".", "__"): value for name, value in ZERO_OFFLOAD.items()}
+        make(runs / "zero" / str(seed), {0: 4.0, 2: 2.5, 4: 2.0 + 0.1 * seed}, 2.0, seed=seed, **zero)
+        for place, (k, u) in enumerate([(0.05, 2), (0.05, 4), (0.1, 2)]):
+            losses = {0: 4.0, 2: 3.0, 4: 2.2 + k * u + 0.1 * seed}
+            changes = {"engine__topk_ratio": k, "engine__update_interval": u}
+            make(runs / "sweep" / f"{2 * place + seed}", losses, 1.25, seed=seed, **changes)
+    failed = make(runs / "sweep" / "6", {0: 4.0}, seed=2, engine__topk_ratio=0.1, engine__update_interval=2)
+    (failed / "summary.json").unlink()
+    return runs
+
+
+def test_tables_of_a_sweep(report, sweep, no_pictures):
+    outcome = report(sweep)
+    assert outcome.code == 0 and outcome.error == ""
+    names = [row["setting"] for row in outcome.rows("groups")]
+    assert names == ["adamw", "zero_offload", "zenflow, k 0.05, U 2", "zenflow, k 0.05, U 4", "zenflow, k 0.1, U 2"]
+    row = outcome.setting("zenflow, k 0.1, U 2")
+    assert (row["runs"], row["left_out"], row["seeds"], row["baseline"]) == ("2", "1", "0 1", "adamw")
+    assert (row["equal_steps"], row["equal_seconds"]) == ("4", "4.0")
+    assert float(row["loss_at_equal_steps_mean"]) == pytest.approx(2.45)
+    assert float(row["loss_at_equal_steps_std"]) == pytest.approx(0.1 / 2**0.5)
+    assert float(row["loss_at_equal_steps_vs_baseline_percent"]) == pytest.approx(100 * (2.45 / 2.05 - 1))
+    # 4 s are 0.6 of the way from the evaluation at 2.5 s to the one at 5 s.
+    late = 3.0 + 0.6 * (2.45 - 3.0)
+    assert float(row["loss_at_equal_seconds_mean"]) == pytest.approx(late)
+    assert float(row["loss_at_equal_seconds_vs_baseline_percent"]) == pytest.approx(100 * (late / 2.05 - 1))
+    assert float(row["loss_at_step_2_mean"]) == 3.0 and float(row["m_to_host_mean"]) == 0.25
+    assert re.search(r"\| zenflow, k 0\.1, U 2 +\| +2 \| +1 \| +2\.4500 ± 0\.0707 \| +\+19\.51% \|", outcome.text)
+    assert re.search(r"\| adamw +\| [^|]+\| [^|]+\| [^|]+\| +- \|", outcome.text.split("### Speed")[1])
+    assert outcome.text in outcome.printed and f"Everything is in {outcome.folder}" in outcome.printed
+
+
+def test_every_run_has_a_row_and_those_left_out_their_reason(report, sweep, no_pictures):
+    outcome = report(sweep)
+    rows = outcome.rows("report")
+    assert [row["status"] for row in rows] == ["whole"] * 10 + ["left out"]
+    assert len({row["folder"] for row in rows}) == 11
+    last = rows[-1]
+    assert last["reason"].startswith("unfinished: no evaluation after step 4") and last["final_loss"] == ""
+    assert rows[0]["loss_at_step_0"] == "4.0" and rows[0]["seed"] == "0"
+    assert "| sweep/6 | zenflow, k 0.1, U 2 | 2    | unfinished: no evaluation after step 4" in outcome.text
+
+
+def test_a_markdown_table_stays_one(report, tmp_path, no_pictures):
+    made = make(tmp_path / "runs" / "a|b", {0: 2.0, 4: 1.0})
+    (made / "metrics.jsonl").unlink()
+    make(tmp_path / "runs" / "c", {0: 2.0, 4: 1.0})
+    tables = [line for line in report(tmp_path / "runs").text.splitlines() if line.startswith("|")]
+    assert any("a\\|b" in line for line in tables)
+    rules = [line for line in tables if set(line) <= set("|-: ")]
+    assert rules and all(re.fullmatch(r"\|( -+:? \|)+", line) for line in rules)
+
+
+def test_accuracy_is_shown_where_there_is_one(report, tmp_path, no_pictures):
+    for seed, accuracy in ((0, 0.5), (1, 0.75)):
+        made = {0: 0.25, 4: accuracy}
+        make(tmp_path / "runs" / str(seed), {0: 2.0, 4: 1.0}, accuracies=made, seed=seed)
+    assert "0.6250 ± 0.1768" in report(tmp_path / "runs").text
+
+
+def test_cautions_are_in_the_report(report, tmp_path, no_pictures):
+    make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0}, engine={})
+    make(tmp_path / "runs" / "1", {0: 2.0, 4: 1.0}, engine={}, totals={"torch": "2.11.0"})
+    make(tmp_path / "runs" / "2", {0: 2.0, 6: 1.0}, steps=6)
+    again = lines(config(steps=6), {6: 1.0})[-3:]
+    write_lines(tmp_path / "runs" / "2", lines(config(steps=6), {0: 2.0, 6: 1.0}) + again)
+    text = report(tmp_path / "runs").text
+    for words in (
+        "has seed 0 more than once",
+        "several versions of torch: 2.10.0, 2.11.0",
+        "The runs differ in length",
+        "no step after which all runs were evaluated",
+        "2 lines of steps were written anew",
+    ):
+        assert words in text, words
+
+
+def test_two_models_get_a_section_each(report, tmp_path):
+    make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0})
+    make(tmp_path / "runs" / "1", {0: 2.0, 4: 1.0}, data__kind="austen")
+    outcome = report(tmp_path / "runs")
+    assert re.findall("^## (.* on .*)$", outcome.text, flags=re.M) == ["tiny on austen", "tiny on stdlib"]
+    stems = ["loss_seconds", "loss_steps", "step_time"]
+    assert outcome.pictures() == sorted(stems + [f"{stem}-2" for stem in stems])
+
+
+def test_without_matplotlib_there_are_tables_and_a_word_about_it(report, sweep, no_pictures):
+    outcome = report(sweep)
+    assert outcome.code == 0 and "matplotlib is not installed (the extra `plot`)" in outcome.printed
+    assert sorted(path.name for path in outcome.folder.iterdir()) == ["groups.csv", "report.csv", "report.md"]
+    assert "](" not in outcome.text
+
+
+def test_pictures_of_a_sweep_and_of_a_later_smaller_one(report, sweep):
+    outcome = report(sweep)
+    assert outcome.pictures() == PICTURES
+    assert sorted(re.findall(r"\]\((.*)\.png\)", outcome.text)) == PICTURES
+    (outcome.folder / "mine.png").write_bytes(b"")
+    later = report(sweep / "adamw")
+    assert later.pictures() == ["loss_seconds", "loss_steps", "mine", "step_time"]
+
+
+def test_the_same_runs_give_the_same_files_wherever_they_lie(report, sweep, tmp_path, no_pictures):
+    first = report(sweep)
+    text, groups = first.text, first.rows("groups")
+    shutil.move(sweep, tmp_path / "moved")
+    second = report(tmp_path / "moved")
+    assert (second.text, second.rows("groups")) == (text, groups)
+
+
+def test_a_whole_report_of_runs_left_out_is_written_and_fails(report, tmp_path, no_pictures):
+    made = make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0})
+    (made / "config.json").write_text("{")
+    outcome = report(tmp_path / "runs")
+    assert outcome.code == 1 and "none of 1 runs is whole" in outcome.error
+    assert "config.json is damaged: no JSON" in outcome.text and outcome.rows("report")[0]["status"] == "left out"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere is no folder; allowed: a folder below which"),
+        (
+            ["runs", "--baseline", "engine=sgd"],
+            "baseline engine=sgd fits no run; allowed: engine of adamw, zero_offload",
+        ),
+        (["runs", "--baseline", "adamw"], "baseline 'adamw' is no setting; allowed: KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_leaves_nothing(report, sweep, monkeypatch, words, message):
+    monkeypatch.chdir(sweep.parent)
+    outcome = report(*words)
+    assert outcome.code == 1 and message in outcome.error and outcome.error.startswith("zenflow-report: ")
+    assert not outcome.folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(report, sweep, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    assert f"--out {tmp_path / 'out'} cannot be made" in report(sweep).error
+
+
+def test_a_file_is_whole_or_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    files.write(path, "old")
+
+    def broken(self, content):
+        with open(self, "wb") as file:
+            file.write(content[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", broken)
+    with pytest.raises(OSError, match="no space left"):
+        files.write(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_it_needs_neither_torch_nor_hydra_nor_yaml(sweep, tmp_path):
+    """As `python -m zenflow.report`, where none of them can be imported."""
+    missing = ("torch", "triton", "hydra", "omegaconf", "yaml", "wandb", "matplotlib")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({missing}))
+import importlib.util
+importlib.util.find_spec = lambda name: None
+from zenflow.report.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+    arguments = [sys.executable, "-c", code, sweep, "--out", tmp_path / "out"]
+    done = subprocess.run(arguments, env=ENVIRONMENT, cwd="/", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.md").exists()
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines_of_code = "\n".join(re.findall(r"^```\n(.*?)^```$", text, flags=re.M | re.S)).splitlines()
+    return [line.split("  #")[0].strip() for line in lines_of_code if line.startswith("zenflow-report")]
+
+
+def test_the_commands_in_the_readme_and_the_help_parse():
+    examples = [line.strip() for line in command.HELP.splitlines() if line.startswith("  zenflow-report")]
+    assert len(readme_commands()) >= 2 and len(examples) >= 2
+    for line in readme_commands() + examples:
+        args = command._parser().parse_args(shlex.split(line)[1:])
+        assert args.folders and command.parse_overrides(args.baseline) is not None
+
+
+def test_a_real_run_reads(tmp_path):
+    """What `zenflow-train` writes today is what is read here."""
+    smoke = "debug=smoke plot=false steps=4 evaluate_every=2 threads=1 seed=0,1"
+    train = [sys.executable, "-m", "experiments.train", "-m", *smoke.split(), "hydra.sweep.dir=sweep"]
+    done = subprocess.run(train, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    arguments = [sys.executable, "-m", "zenflow.report", "sweep"]
+    done = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "2 runs of 1 setting" in done.stdout and "0 runs left out" in done.stdout
+    assert (tmp_path / "report" / "loss_steps.png").exists()

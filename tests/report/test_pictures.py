@@ -1,0 +1,179 @@
+"""What the pictures show: cells, fronts, curves of differences, and labels that do not overlap."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from tests.report.making import make
+from zenflow.report import breakdown, curves, heat_map, pareto
+from zenflow.report.figures import Curve
+from zenflow.report.look import PALETTE, paint, spread_out
+from zenflow.report.pictures import STEMS, draw
+from zenflow.report.runs import read
+from zenflow.report.study import Study, studies
+
+
+def study_of(folder: Path, *runs: dict) -> Study:
+    """Runs with their `losses` and changes of the configuration."""
+    made = [
+        make(folder / str(place), run.pop("losses"), run.pop("seconds", 1.0), **run) for place, run in enumerate(runs)
+    ]
+    (study,) = studies([read(path) for path in made], [], {})
+    return study
+
+
+def cell(k: float, u: int, loss: float, **more) -> dict:
+    return {"losses": {0: 4.0, 4: loss}, "engine__topk_ratio": k, "engine__update_interval": u, **more}
+
+
+def base(loss: float, **more) -> dict:
+    return {"losses": {0: 4.0, 4: loss}, "engine": {}, **more}
+
+
+def texts(figure) -> list[str]:
+    return [text.get_text() for axis in figure.axes for text in axis.texts]
+
+
+class TestHeatMap:
+    def test_a_cell_is_the_difference_of_means_and_a_hole_is_marked(self, tmp_path):
+        seeds = [cell(0.1, 2, 2.2, seed=0), cell(0.1, 2, 2.4, seed=1)]
+        study = study_of(tmp_path, base(2.0), *seeds, cell(0.1, 8, 3.0), cell(0.5, 2, 1.9))
+        (grid,) = heat_map.grids(study)
+        assert (grid.ks, grid.us) == ([0.1, 0.5], [2, 8])
+        assert {place: setting and setting.name for place, setting in grid.cells.items()} == {
+            (0.1, 2): "zenflow, k 0.1, U 2",
+            (0.1, 8): "zenflow, k 0.1, U 8",
+            (0.5, 2): "zenflow, k 0.5, U 2",
+            (0.5, 8): None,
+        }
+        title, figure = heat_map.draw(study, over_seconds=False)
+        assert title == "Validation loss against AdamW after 4 steps: tiny on stdlib"
+        assert texts(figure) == ["+15.00%", "+50.00%", "-5.00%", "no run"]
+
+    def test_equal_seconds_have_their_own(self, tmp_path):
+        """After the 4 s of the shortest run a run of 8 s is half way to its last loss."""
+        slow = [cell(k, u, 2.0, seconds=2.0) for k in (0.1, 0.5) for u in (2, 4)]
+        _, figure = heat_map.draw(study_of(tmp_path, base(2.0), *slow), over_seconds=True)
+        assert texts(figure) == ["+50.00%"] * 4
+
+    def test_without_a_baseline_a_cell_is_the_loss(self, tmp_path):
+        study = study_of(tmp_path, *(cell(k, u, k + u) for k in (0.25, 0.5) for u in (2, 4)))
+        title, figure = heat_map.draw(study, over_seconds=False)
+        assert texts(figure) == ["2.2500", "4.2500", "2.5000", "4.5000"] and "against" not in title
+
+    def test_other_settings_that_differ_get_their_own_panels(self, tmp_path):
+        cells = [cell(k, u, 2.0, optimizer__lr=lr) for lr in (0.1, 0.2) for k in (0.1, 0.5) for u in (2, 4)]
+        study = study_of(tmp_path, *cells, cell(0.1, 2, 2.0, optimizer__lr=0.3))
+        assert [grid.name for grid in heat_map.grids(study)] == ["lr 0.1", "lr 0.2"]
+
+    @pytest.mark.parametrize(
+        "places", [[(0.1, 2)], [(0.1, 2), (0.1, 4)], [(0.1, 2), (0.5, 2)]], ids=["one", "U alone", "k alone"]
+    )
+    def test_without_both_there_is_none(self, tmp_path, places):
+        study = study_of(tmp_path, base(2.0), *(cell(k, u, 2.0) for k, u in places))
+        assert heat_map.draw(study, over_seconds=False) is None
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(1, 1)], [0]),
+        ([(1, 1), (2, 2), (3, 3)], [2, 1, 0]),
+        ([(1, 3), (2, 2), (3, 1)], [2]),
+        ([(3, 2), (3, 1), (1, 1)], [1]),
+        ([(2, 1), (2, 1), (1, 0)], [0, 1, 2]),
+    ],
+    ids=["one", "all", "one beats all", "ties in one", "equal points"],
+)
+def test_the_front_is_what_no_other_beats(points, expected):
+    assert pareto.front(points) == expected
+    for index, (speed, loss) in enumerate(points):
+        beaten = any(s >= speed and v <= loss and (s, v) != (speed, loss) for s, v in points)
+        assert (index in expected) == (not beaten)
+
+
+def test_points_names_do_not_overlap(tmp_path):
+    """Twelve settings whose points lie within a few pixels of one another."""
+    cells = [cell(k, u, 2.0 + k * u / 50, seconds=1 + k / 20) for k in (0.1, 0.2, 0.4, 0.8) for u in (2, 4, 8)]
+    _, figure = pareto.draw(study_of(tmp_path, base(2.0, seconds=0.5), *cells))
+    figure.draw_without_rendering()
+    names = [text for text in figure.axes[0].texts if text.get_text()]
+    assert len(names) == 13
+    boxes = [name.get_window_extent(figure.canvas.get_renderer()) for name in names]
+    assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+
+
+@pytest.mark.parametrize(
+    ("heights", "expected"),
+    [
+        ([0.5], [0.5]),
+        ([0.2, 0.8], [0.2, 0.8]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.4, 0.5, 0.5], [0.4 - 1 / 30, 0.4 + 2 / 30, 0.4 + 5 / 30]),
+        ([0.0, 0.0], [0.0, 0.1]),
+        ([1.0, 1.0, 1.0], [0.8, 0.9, 1.0]),
+    ],
+)
+def test_labels_move_apart_and_stay_inside(heights, expected):
+    assert spread_out(heights, 0.1) == pytest.approx(expected)
+
+
+def test_differences_are_taken_at_every_point_of_either_line():
+    first = Curve(np.array([0, 2, 4]), np.array([4.0, 2.0, 2.0]), None)
+    second = Curve(np.array([0, 3, 5]), np.array([4.0, 3.0, 1.0]), np.array([0.0, 0.3, 0.3]))
+    lines = [curves.Named("base", first, None, is_base=True), curves.Named("other", second, None, is_base=False)]
+    same, found = curves.differences(lines)
+    assert set(same.curve.mean.tolist()) == {0.0} and same.curve.x.tolist() == [0, 2, 4]
+    assert found.curve.x.tolist() == [0, 2, 3, 4]
+    assert found.curve.mean == pytest.approx([0.0, 100 * (10 / 3 / 2 - 1), 50.0, 0.0])
+    assert found.curve.std == pytest.approx([0.0, 10.0, 15.0, 15.0])
+
+
+def test_the_baseline_and_each_engine_s_best_stand_out(tmp_path):
+    cells = [cell(k, u, 2.0 + k * u) for k in (0.1, 0.2, 0.4) for u in (2, 4, 8)]
+    zero = {"engine__topk_ratio": 0.0, "engine__update_interval": 1, "engine__overlap_step": False}
+    study = study_of(tmp_path, base(9.0), *cells, {"losses": {0: 4.0, 4: 9.0}, **zero})
+    looks = paint(study, "loss_at_equal_steps")
+    assert len(looks) == len(PALETTE) + 1 and {"adamw", "zero_offload", "zenflow, k 0.1, U 2"} <= set(looks)
+    assert "zenflow, k 0.4, U 8" not in looks
+    assert len({color for color, _ in looks.values()}) == len(looks)
+    _, figure = curves.draw(study, over_seconds=False)
+    assert {text for text in texts(figure) if text} == set(looks)
+
+
+def test_a_wide_range_of_losses_makes_a_logarithmic_axis(tmp_path):
+    study = study_of(tmp_path, {"losses": {0: 8.0, 2: 1.0, 4: 0.1}}, {"losses": {0: 8.0, 2: 2.0, 4: 1.0}, "engine": {}})
+    _, figure = curves.draw(study, over_seconds=False)
+    assert [axis.get_yscale() for axis in figure.axes] == ["linear", "log", "linear"]
+
+
+def test_bars_add_up_to_the_step(tmp_path):
+    study = study_of(tmp_path, base(2.0), cell(0.1, 2, 2.0, seconds=2.0))
+    _, figure = breakdown.draw(study)
+    (axis,) = figure.axes
+    rows = {0: [], 1: []}
+    for bar in axis.patches:
+        if bar.get_height() > 0.5:
+            rows[round(bar.get_y() + bar.get_height() / 2)].append(bar.get_width())
+    assert rows[0] == [1000.0]
+    assert len(rows[1]) == 4 and sum(rows[1]) == pytest.approx(2000.0)
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["adamw", "zenflow"]
+
+
+def test_every_picture_is_png_and_svg_and_the_same_twice(tmp_path):
+    study = study_of(tmp_path / "runs", base(2.0), *(cell(k, u, 2.0) for k in (0.1, 0.5) for u in (2, 4)))
+    contents = []
+    for _ in range(2):
+        drawn = draw(study, tmp_path, "-2")
+        assert [path.name for _, path in drawn] == [f"{stem}-2.png" for stem in STEMS]
+        assert all(title.endswith(study.title) for title, _ in drawn)
+        contents.append([path.with_suffix(end).read_bytes() for _, path in drawn for end in (".png", ".svg")])
+    assert contents[0] == contents[1]
+    assert all(data.startswith((b"\x89PNG", b"<?xml")) for data in contents[0])
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".png"] * 6 + [".svg"] * 6

@@ -1,0 +1,186 @@
+"""Which runs are one setting, how settings are called, and which one a baseline is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.report.making import ZERO_OFFLOAD, config, make
+from zenflow.report.runs import read
+from zenflow.report.settings import differing, key, matches, named, parse_overrides, setting_of, task_of
+from zenflow.report.study import studies
+from zenflow.training.errors import InputError
+
+ZERO = {name.replace(".", "__"): value for name, value in ZERO_OFFLOAD.items()}
+
+
+def settings(*changes: dict) -> list:
+    return [setting_of(config(**change), "cpu, 1 threads") for change in changes]
+
+
+def names(*changes: dict) -> list[str]:
+    found = settings(*changes)
+    return named(found, differing(found))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 7},
+        {"name": "other"},
+        {"plot": False},
+        {"tracking__mode": "offline"},
+        {"data__path": "/opt/python"},
+        {"trace_steps": [1, 2]},
+        {"device": "cuda"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_bears_on_no_result_makes_no_setting(change):
+    first, second = settings({}, change)
+    assert key(first) == key(second)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"optimizer__lr": 0.1}, {"engine__upload": "step"}, {"steps": 8}, {"engine": {}}, {"trace": "trace.json"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_does_makes_one(change):
+    first, second = settings({}, change)
+    assert key(first) != key(second)
+
+
+def test_a_file_s_path_and_the_machine_are_part_of_a_setting():
+    paths = ["/a/one/text.txt", "/a/two/text.txt"]
+    assert key(task_of(config(data__kind="file", data__path=paths[0]))) != key(
+        task_of(config(data__kind="file", data__path=paths[1]))
+    )
+    gpu, cpu = (setting_of(config(), machine) for machine in ("NVIDIA H200", "cpu, 2 threads"))
+    assert named([gpu, cpu], differing([gpu, cpu])) == [
+        "threads 1, NVIDIA H200",
+        "threads not recorded, cpu, 2 threads",
+    ]
+
+
+def test_names_hold_the_differing_keys_alone_in_one_order():
+    changes = [{"optimizer__lr": lr, "engine__topk_ratio": k} for lr in (1e-4, 2e-3) for k in (0.05, 0.1)]
+    expected = ["k 0.05, lr 0.0001", "k 0.1, lr 0.0001", "k 0.05, lr 0.002", "k 0.1, lr 0.002"]
+    assert names(*changes) == expected
+    assert names(*changes[::-1]) == expected[::-1]
+
+
+def test_an_engine_is_named_by_its_choice_and_what_it_implies_is_left_out():
+    assert names({"engine": {}}, ZERO, {}) == ["adamw", "zero_offload", "zenflow"]
+    assert names({"engine": {}}, ZERO, {}, {"engine__update_interval": 8}) == [
+        "adamw",
+        "zero_offload",
+        "zenflow, U 4",
+        "zenflow, U 8",
+    ]
+    assert names({"engine": {}}) == ["adamw"]
+
+
+def test_values_are_shown_so_that_they_differ():
+    lrs = [1e-4, 1.00000001e-4]
+    assert names(*({"optimizer__lr": lr} for lr in lrs)) == ["lr 0.0001", "lr 0.000100000001"]
+    assert names({"engine__overlap_step": True}, {"engine__overlap_step": False}) == [
+        "overlap_step true",
+        "overlap_step false",
+    ]
+    assert names({"model__path": "/m/a/x"}, {"model__path": "/m/b/x"}) == ["path a/x", "path b/x"]
+    assert names({"evaluate_every": None}, {"evaluate_every": 2}) == ["evaluate_every null", "evaluate_every 2"]
+
+
+def test_equal_last_names_are_told_apart():
+    first = {"model": {"kind": "tiny", "size": 1}, "data": {"kind": "stdlib", "size": 1}}
+    second = {"model": {"kind": "tiny", "size": 2}, "data": {"kind": "stdlib", "size": 3}}
+    assert names(first, second) == ["model.size 1, data.size 1", "model.size 2, data.size 3"]
+
+
+def test_runs_group_by_seed_in_a_study(tmp_path):
+    for number, (k, seed) in enumerate([(0.1, 1), (0.05, 0), (0.1, 0), (0.05, 2)]):
+        make(tmp_path / str(number), {0: 2.0, 4: 1.0 + seed}, seed=seed, engine__topk_ratio=k)
+    (study,) = studies([read(folder) for folder in sorted(tmp_path.iterdir())], [], {})
+    assert [(setting.name, setting.seeds) for setting in study.settings] == [("k 0.05", [0, 2]), ("k 0.1", [0, 1])]
+    assert study.keys == ["engine.topk_ratio"] and study.title == "tiny on stdlib"
+    spread = study.settings[0].spreads["loss_at_equal_steps"]
+    assert (spread.mean, spread.std, spread.n) == (2.0, pytest.approx(2**0.5), 2)
+
+
+def test_models_and_data_are_compared_apart(tmp_path):
+    """Three tasks, two of them of one name; weights of another type are still the same task."""
+    changes = [{}, {"model__dtype": "bfloat16"}, {"model__layers": 3}, {"data__kind": "austen"}]
+    runs = [read(make(tmp_path / str(place), {0: 2.0, 4: 1.0}, **change)) for place, change in enumerate(changes)]
+    found = studies(runs, [], {})
+    assert [(study.title, len(study.settings)) for study in found] == [
+        ("tiny on austen", 1),
+        ("tiny on stdlib, layers 2", 2),
+        ("tiny on stdlib, layers 3", 1),
+    ]
+
+
+class TestBaseline:
+    @pytest.fixture
+    def runs(self, tmp_path) -> list:
+        """AdamW at two learning rates and ZenFlow at two k: losses after the last step 2.0, 1.6, 2.2 and 2.4."""
+        made = [
+            make(tmp_path / "0", {0: 4.0, 4: 2.0}, 1.0, engine={}, optimizer__lr=0.1),
+            make(tmp_path / "1", {0: 4.0, 4: 1.6}, 1.0, engine={}, optimizer__lr=0.2),
+            make(tmp_path / "2", {0: 4.0, 4: 2.2}, 2.0, optimizer__lr=0.2),
+            make(tmp_path / "3", {0: 4.0, 4: 2.4}, 2.0, optimizer__lr=0.2, engine__topk_ratio=0.5),
+        ]
+        return [read(folder) for folder in made]
+
+    def test_is_the_best_adamw_unless_it_is_named(self, runs):
+        (study,) = studies(runs, [], {})
+        assert study.baseline.name == "adamw, lr 0.2" and study.settings[0] is study.baseline
+        assert any("best of 2 AdamW settings" in note for note in study.notes)
+        zenflow = study.settings[-1]
+        assert zenflow.vs_steps == pytest.approx(50.0) and study.baseline.vs_steps == 0.0
+        # After the 4 s of the shortest run ZenFlow is half way from 4.0 to 2.4.
+        assert zenflow.vs_seconds == pytest.approx(100 * (3.2 / 1.6 - 1))
+
+    @pytest.mark.parametrize(
+        ("words", "name"),
+        [
+            (["engine=adamw", "optimizer.lr=1e-1"], "adamw, lr 0.1"),
+            (["engine=zenflow", "engine.topk_ratio=.5"], "zenflow, k 0.5, lr 0.2"),
+            (["engine.topk_ratio=0.1"], "zenflow, k 0.1, lr 0.2"),
+        ],
+        ids=" ".join,
+    )
+    def test_may_be_any_setting(self, runs, words, name):
+        (study,) = studies(runs, [], parse_overrides(words))
+        assert study.baseline.name == name
+
+    def test_that_fits_several_names_them_and_what_differs(self, runs):
+        with pytest.raises(InputError, match=r"fits 2 settings .*adamw, lr 0\.1; adamw, lr 0\.2.*of optimizer\.lr"):
+            studies(runs, [], parse_overrides(["engine=adamw"]))
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["engine=sgd"], r"engine=sgd fits no run; allowed: engine of adamw, zenflow"),
+            (["optimizer.lr=3"], r"optimizer\.lr=3 fits no run; allowed: optimizer\.lr of 0\.1, 0\.2"),
+            (["lr=0.1"], r"lr=0\.1 fits no run; allowed: a key of engine, engine\.topk_ratio, optimizer\.lr"),
+            (["engine=zenflow", "optimizer.lr=0.1"], r"fits no run as a whole; allowed: one of adamw, lr 0\.1; "),
+        ],
+        ids=["value", "number", "key", "together"],
+    )
+    def test_that_fits_none_says_what_is_allowed(self, runs, words, message):
+        with pytest.raises(InputError, match=message):
+            studies(runs, [], parse_overrides(words))
+
+    @pytest.mark.parametrize("word", ["adamw", "=adamw", "engine="])
+    def test_is_given_as_key_and_value(self, word):
+        with pytest.raises(InputError, match="KEY=VALUE"):
+            parse_overrides([word])
+
+    def test_knows_what_zero_offload_implies(self):
+        (values,) = settings(ZERO)
+        wanted = {"engine.topk_ratio": 0, "engine.overlap_step": False}
+        assert matches(values, wanted) and not matches(values, wanted | {"engine.update_interval": 2})
+
+    def test_is_none_without_adamw(self, runs):
+        (study,) = studies(runs[2:], [], {})
+        assert study.baseline is None and study.settings[0].vs_steps is None
