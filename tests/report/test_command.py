@@ -164,7 +164,7 @@ def test_a_mistake_is_a_sentence_and_leaves_nothing(report, sweep, monkeypatch, 
 
 def test_a_folder_that_cannot_be_made_is_named(report, sweep, tmp_path):
     (tmp_path / "out").write_text("a file")
-    assert f"--out {tmp_path / 'out'} cannot be made" in report(sweep).error
+    assert f"{tmp_path / 'out'} cannot be written (File exists)" in report(sweep).error
 
 
 def test_a_file_is_whole_or_the_old_one(tmp_path, monkeypatch):

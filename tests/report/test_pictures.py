@@ -99,14 +99,23 @@ def test_the_front_is_what_no_other_beats(points, expected):
 
 
 def test_points_names_do_not_overlap(tmp_path):
-    """Twelve settings whose points lie within a few pixels of one another."""
-    cells = [cell(k, u, 2.0 + k * u / 50, seconds=1 + k / 20) for k in (0.1, 0.2, 0.4, 0.8) for u in (2, 4, 8)]
+    """Twelve settings, most of whose points lie within a few pixels of one another."""
+    cells = [cell(k, u, 2.0 + k * u / 50, seconds=1 + k / 20) for k in (0.1, 0.2, 0.4, 0.8) for u in (2, 4, 8)][:-1]
     _, figure = pareto.draw(study_of(tmp_path, base(2.0, seconds=0.5), *cells))
     figure.draw_without_rendering()
     names = [text for text in figure.axes[0].texts if text.get_text()]
-    assert len(names) == 13
+    assert len(names) == 12
     boxes = [name.get_window_extent(figure.canvas.get_renderer()) for name in names]
     assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+
+
+def test_of_many_points_those_have_names_that_stand_out_or_are_on_the_front(tmp_path):
+    cells = [cell(k, u, 2.0 + k * u, seconds=1 + k) for k in (0.1, 0.2, 0.4, 0.8) for u in (2, 4, 8)]
+    fast = cell(0.9, 8, 3.9, seconds=0.25)
+    _, figure = pareto.draw(study_of(tmp_path, base(2.0, seconds=0.5), *cells, fast))
+    names = {text for text in texts(figure) if text}
+    assert {"adamw", "k 0.1, U 2", "k 0.9, U 8"} <= names and len(names) == 8
+    assert "grey without a name: 6 more settings" in figure.get_supxlabel().replace("\n", " ")
 
 
 @pytest.mark.parametrize(

@@ -28,18 +28,21 @@ run), groups.csv (a row a setting: runs that differ in the seed alone) and, wher
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; its exit code: 0, 1 if no run is whole, and SystemExit for a user's mistake."""
     args = _parser().parse_args(words)
+    draws = find_spec("matplotlib") is not None
     try:
         runs, left_out = _read(args.folders)
         found = studies(runs, left_out, parse_overrides(args.baseline))
-        _make(args.out)
+        args.out.mkdir(parents=True, exist_ok=True)
+        text = report_text(found, _sections(found, args.out, draws), left_out)
+        write(args.out / "report.md", text)
+        write_csv(args.out / "report.csv", run_rows(found, left_out))
+        write_csv(args.out / "groups.csv", group_rows(found))
     except InputError as error:
         sys.exit(f"zenflow-report: {error}")
-    draws = find_spec("matplotlib") is not None
-    sections = _sections(found, args.out, draws)
-    text = report_text(found, sections, left_out)
-    write(args.out / "report.md", text)
-    write_csv(args.out / "report.csv", run_rows(found, left_out))
-    write_csv(args.out / "groups.csv", group_rows(found))
+    except OSError as error:
+        sys.exit(
+            f"zenflow-report: {error.filename} cannot be written ({error.strerror}); give another folder as --out."
+        )
     print(text)
     if not draws:
         print("No pictures: matplotlib is not installed (the extra `plot`).")
@@ -69,13 +72,6 @@ def _read(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
     read_ones = [read(folder) for folder in find(folders)]
     runs = [run for run in read_ones if isinstance(run, Run)]
     return runs, [run for run in read_ones if isinstance(run, LeftOut)]
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be made ({error.strerror}); give another folder.") from None
 
 
 def _sections(found: Sequence[Study], out: Path, draws: bool) -> list[str]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zenflow.report.figures import Curve, mean_curve, training_line, validation_line
-from zenflow.report.look import GREY_LINE, QUIET, WIDTH, entitle, is_wide, label_ends, paint, seeds_note
+from zenflow.report.look import GREY_LINE, QUIET, WIDTH, entitle, is_wide, label_ends, paint, plain_log, seeds_note
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
 
@@ -55,7 +55,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         axis.set_ylabel(label)
         axis.set_xlabel(f"training time ({unit})" if over_seconds else "step")
         if not over_seconds:
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.margins(x=0.02)
     notes = seeds_note(study, "bands")
     if over_seconds and len(study.settings) > 1:
@@ -115,4 +115,4 @@ def _lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
                 x, mean - std, mean + std, color=color, alpha=0.18 if strong else 0.09, linewidth=0, zorder=2
             )
     if is_wide([float(value) for named in curves for value in named.curve.mean]):
-        axis.set_yscale("log")
+        plain_log(axis)

@@ -106,7 +106,7 @@ def _panel(axis: Axes, grid: Grid, study: Study, over_seconds: bool, look: dict[
             axis.text(x, y, text, ha="center", va="center", color=color, fontsize=8.5, bbox=box)
     axis.set_xticks(range(len(grid.us)), [f"{u}" for u in grid.us])
     axis.set_yticks(range(len(grid.ks)), [f"{k:g}" for k in grid.ks])
-    axis.set(xlabel="update_interval U (steps)", ylabel="topk_ratio k (share of channels)")
+    axis.set(xlabel="update_interval U (steps)", ylabel="topk_ratio k (share)")
     axis.grid(False)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)

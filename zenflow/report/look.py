@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from zenflow.report.study import Study
@@ -62,6 +63,14 @@ def page(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH) -
 def is_wide(values: Sequence[float]) -> bool:
     """Whether positive values span so much that a linear axis would hide the small ones."""
     return min(values) > 0 and max(values) / min(values) >= WIDE_RATIO
+
+
+def plain_log(axis: Axes) -> None:
+    """A logarithmic y axis with a few ticks that are written as plain numbers."""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def paint(study: Study, figure_name: str) -> dict[str, tuple[str, str]]:
@@ -155,15 +164,15 @@ def label_points(
 ) -> None:
     """Names beside points (name, x, y, colour), each where it covers no point, no bar and no name before it.
 
-    `bars`: how far each point's error bars reach in x and y. The axes must have their limits. A name that lies farther
-    from its point gets a line to it.
+    `bars`: how far each point's error bars reach in x and y. The axes must have their limits. A name that is not right
+    beside its point gets a line to it; an empty one is not drawn.
     """
     figure = axis.figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # the layout
     inside = axis.get_window_extent(renderer)
     taken = [box for point, bar in zip(points, bars, strict=True) for box in _cross(axis, *point[1:3], *bar)]
-    for name, x, y, color in points:
+    for name, x, y, color in (point for point in points if point[0]):
         text = axis.annotate(name, (x, y), (0, 0), textcoords="offset points", color=color, fontsize=8)
         text.set_path_effects(halo())
         for distance, right, up in CANDIDATES:
@@ -173,7 +182,7 @@ def label_points(
             if not any(box.overlaps(other) for other in taken) and _holds(inside, box):
                 break
         taken.append(box)
-        if distance > CANDIDATES[0][0]:
+        if distance > CANDIDATES[0][0] or (right and up):
             axis.annotate(
                 "",
                 (x, y),

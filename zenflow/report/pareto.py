@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zenflow.report.look import BASELINE, FAINT, INK, PALETTE, QUIET, entitle, is_wide, label_points, page, seeds_note
+from matplotlib.axes import Axes
+
+from zenflow.report.look import FAINT, QUIET, entitle, is_wide, label_points, page, paint, seeds_note
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
+
+MOST_NAMES = 12  # points, all of which get their names
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -30,33 +34,36 @@ def draw(study: Study) -> tuple[str, Any]:
     figure, axes = page(4.2, width=6.0)
     axis = axes[0, 0]
     best = front(points)
-    corners = [points[index] for index in reversed(best)]
-    axis.step(*zip(*corners, strict=True), where="pre", color=PALETTE[0], linewidth=1.4, alpha=0.55, zorder=1)
+    looks, everyone = paint(study, name), len(points) <= MOST_NAMES
     labels, bars = [], []
     for index, (setting, (speed, loss)) in enumerate(zip(study.settings, points, strict=True)):
-        bars.append((setting.spreads["tokens_per_second"].std or 0.0, setting.spreads[name].std or 0.0))
-        color = BASELINE if setting is study.baseline else PALETTE[0] if index in best else QUIET
-        axis.errorbar(
-            speed,
-            loss,
-            xerr=bars[-1][0] or None,
-            yerr=bars[-1][1] or None,
-            fmt="D" if setting is study.baseline else "o",
-            color=color,
-            markersize=5.5,
-            elinewidth=0.8,
-            zorder=3,
-        )
-        labels.append((_short(setting), speed, loss, INK if index in best or setting is study.baseline else FAINT))
+        color, marker = looks.get(setting.name, (QUIET, "o"))
+        across, upwards = (setting.spreads[field].std or 0.0 for field in ("tokens_per_second", name))
+        style = {"color": color, "markersize": 5.5, "elinewidth": 0.8, "zorder": 3 if setting.name in looks else 2}
+        axis.errorbar(speed, loss, xerr=across or None, yerr=upwards or None, fmt=marker, **style)
+        bars.append((across, upwards))
+        named = everyone or index in best or setting.name in looks
+        labels.append((_short(setting) if named else "", speed, loss, FAINT if color == QUIET else color))
     if is_wide([speed for speed, _ in points]):
         axis.set_xscale("log")
     axis.margins(0.16, 0.14)
+    _draw_front(axis, [points[index] for index in best])
     axis.set(xlabel="speed (tokens/s)", ylabel=f"validation loss {when}")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    notes = [f"line: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
+    notes = [f"dashed: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
+    if unnamed := sum(name == "" for name, *_ in labels):
+        notes.append(f"grey without a name: {unnamed} more settings")
     entitle(figure, title, notes + seeds_note(study, "bars"))
     label_points(axis, labels, bars)
     return title, figure
+
+
+def _draw_front(axis: Axes, corners: Sequence[tuple[float, float]]) -> None:
+    """The border of what the settings on the front (fastest first) reach, from the axes' left to their top."""
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    corners = [(left, corners[-1][1]), *reversed(corners), (corners[0][0], top)]
+    axis.step(*zip(*corners, strict=True), where="pre", color=QUIET, linewidth=1.2, linestyle="--", zorder=1)
+    axis.set(xlim=(left, right), ylim=(bottom, top))
 
 
 def _short(setting: Setting) -> str:

@@ -111,8 +111,8 @@ def _study(title: str, runs: list[Run], left_out: Sequence[LeftOut]) -> Study:
         setting.runs.sort(key=lambda run: run.config["seed"])
         setting.left_out = sum(_belongs(other, setting) for other in left_out)
         setting.figures = [_figures(run, study) for run in setting.runs]
-        names = dict.fromkeys(name for figures in setting.figures for name in figures)
-        setting.spreads = {name: spread_of([figures.get(name) for figures in setting.figures]) for name in names}
+        known = dict.fromkeys(name for figures in setting.figures for name in figures)
+        setting.spreads = {name: spread_of([figures.get(name) for figures in setting.figures]) for name in known}
     study.notes = _notes(study, runs)
     return study
 
