@@ -1,9 +1,10 @@
 """Weights that somebody else has written, replaced or moved since the optimizer's last write.
 
-In-place changes (`load_state_dict`, an EMA swap, clamping, surgery on a row) bump autograd's version of the Parameter,
-which the pipeline's own writes never do. Then each element is compared with what was visible, and only where it differs
-does the master follow the weight. What was visible is the rounded master, except while a deferred result is on its way:
-then the master has moved on already, and what it was before is reckoned back from the update it received.
+In-place changes (`load_state_dict`, an EMA swap, clamping, surgery on a row) bump autograd's version of the Parameter;
+where the pipeline's own writes do, `record.version` follows. Then each element is compared with what was visible, and
+only where it differs does the master follow the weight. What was visible is the rounded master, except while a deferred
+result is on its way: then the master has moved on already, and what it was before is reckoned back from the update it
+received.
 """
 
 from __future__ import annotations

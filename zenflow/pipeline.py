@@ -39,7 +39,7 @@ from zenflow.ring import Slot
 from zenflow.scalars import StepScalars
 from zenflow.selection import choose_channels, give_owners
 from zenflow.sending import Sender, trace_worker
-from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.storage import ParamRecord, SegmentStorage, tell_autograd
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
 from zenflow.uploads import Sent, Uploads
@@ -113,6 +113,7 @@ class Pipeline:
                 self.sender.send_gradients(self.records, self.grads, plan.position)
             for table in self.tables:
                 fused_step(table, self.control, hyper, bias)
+            tell_autograd(record for record in self.records if self.grads[record.index] is not None)
             staleness = self._end_window(plan) if plan.ends_window else None
         self.clock.finish_step(plan)
         self.grads = []

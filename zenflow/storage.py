@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -153,6 +153,14 @@ class ParamRecord:
             self.master, self.exp_avg, self.exp_avg_sq,
             self.start, self.slot, self.accumulator,
         )  # fmt: skip
+
+
+def tell_autograd(records: Iterable[ParamRecord]) -> None:
+    """These weights change now: a graph that still needs the old ones raises, as after any update in place."""
+    changed = list(records)
+    torch.autograd.graph.increment_version([record.param for record in changed])
+    for record in changed:
+        record.version += 1
 
 
 class Pins:

@@ -29,7 +29,7 @@ from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import stream_words
 from zenflow.geometry import Bucket
-from zenflow.storage import ParamRecord, Pins, SegmentStorage
+from zenflow.storage import ParamRecord, Pins, SegmentStorage, tell_autograd
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
 
@@ -182,6 +182,7 @@ class Uploads:
             if stream is not None:
                 self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], stream))
             self._held.update(members)
+            tell_autograd(self._records[index] for index in members)
             self._upload(sent)
 
     def _may_wait(self, sent: Sent) -> bool:

@@ -120,13 +120,18 @@ def test_x1_no_wrong_gradient_ever_counts(
 def test_x1_a_number_of_passes_that_is_too_small_is_an_error(
     checked: bool, name: str, device: str, build: Builder
 ) -> None:
-    """X1: counted as one backward pass, the second gradient comes after the upload, or under the check after NaN."""
+    """X1: counted as one backward pass, the second gradient comes after the upload, or under the check after NaN.
+
+    In the second pass through a retained graph autograd finds the upload before the gradient comes.
+    """
     torch.manual_seed(0)
     model = MODELS[name]().to(device)
     settings = {**SETTINGS, "backward_passes_per_step": 1, "upload_check": checked}
     engine = build(model.parameters(), **settings)
     batches = [torch.randn(3, 12, device=device) for _ in range(4)]
-    with pytest.raises(RuntimeError, match="backward_passes_per_step.*upload='step'"):
+    found_first = name == "retained" and not checked
+    message = "modified by an inplace operation" if found_first else "backward_passes_per_step.*upload='step'"
+    with pytest.raises(RuntimeError, match=message):
         run_beside_a_copy(model, engine, batches)
     engine.close()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
@@ -207,3 +212,27 @@ def test_an_overflow_during_the_check_is_tried_again(
         assert engine._pipeline.uploads._tries - tries == {4: -1, 6: 1}.get(number, 0)
     assert taken and all(in_backward for _, in_backward in taken)
     assert engine.stats().skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", sorted(FALLS_BACK))
+def test_a_late_use_that_nobody_has_tried_is_torchs_own_error(name: str, device: str, build: Builder) -> None:
+    """Without the check, or after it: for autograd an upload is a change in place, so no wrong gradient comes out."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(device)
+    engine = build(model.parameters(), **SETTINGS, upload_check=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run_beside_a_copy(model, engine, [torch.randn(3, 12, device=device) for _ in range(8)])
+    engine.zero_grad()
+    assert not engine._pipeline.uploads.in_transit
+
+
+@pytest.mark.parametrize("upload", ["backward", "step"])
+def test_a_graph_that_is_kept_beyond_a_step_raises_as_with_adamw(upload: str, device: str, build: Builder) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)).to(device)
+    engine = build(model.parameters(), **SETTINGS, upload=upload)
+    loss = model(torch.randn(3, 12, device=device)).square().sum()
+    loss.backward(retain_graph=True)
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
