@@ -148,7 +148,7 @@ def test_the_baseline_and_each_engine_s_best_stand_out(tmp_path):
     cells = [cell(k, u, 2.0 + k * u) for k in (0.1, 0.2, 0.4) for u in (2, 4, 8)]
     zero = {"engine__topk_ratio": 0.0, "engine__update_interval": 1, "engine__overlap_step": False}
     study = study_of(tmp_path, base(9.0), *cells, {"losses": {0: 4.0, 4: 9.0}, **zero})
-    looks = paint(study, "loss_at_equal_steps")
+    looks = paint(study)
     assert len(looks) == len(PALETTE) + 1 and {"adamw", "zero_offload", "zenflow, k 0.1, U 2"} <= set(looks)
     assert "zenflow, k 0.4, U 8" not in looks
     assert len({color for color, _ in looks.values()}) == len(looks)

@@ -12,7 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zenflow.report.figures import Curve, mean_curve, training_line, validation_line
-from zenflow.report.look import GREY_LINE, QUIET, WIDTH, entitle, is_wide, label_ends, paint, plain_log, seeds_note
+from zenflow.report.look import (
+    GREY_LINE,
+    QUIET,
+    WIDTH,
+    entitle,
+    is_wide,
+    label_ends,
+    more_settings,
+    paint,
+    plain_log,
+    seeds_note,
+)
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
 
@@ -62,7 +73,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         above[1].axvline(study.seconds / scale, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
         notes.append("dotted: the shortest run's end, where losses are compared")
     if grey := sum(curve.look is None for curve in validation):
-        notes.append(f"grey: {grey} more settings")
+        notes.append(f"grey: {more_settings(grey)}")
     entitle(figure, title, notes)
     axis, _, last = panels[-1]
     label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])
@@ -73,8 +84,7 @@ def _curves(
     study: Study, over_seconds: bool, line: Callable[[Run, bool], tuple[Any, Any]], scale: float
 ) -> list[Named]:
     """Every setting's mean curve, x in units of `scale`."""
-    at_equal_steps = study.step is not None and not over_seconds
-    looks = paint(study, "loss_at_equal_steps" if at_equal_steps else "loss_at_equal_seconds")
+    looks = paint(study)
     named = []
     for setting in study.settings:
         curve = mean_curve([line(run, over_seconds) for run in setting.runs])

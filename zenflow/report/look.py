@@ -45,7 +45,6 @@ STYLE = {
     "hatch.linewidth": 0.6,
     "hatch.color": QUIET,
     "savefig.dpi": 200,
-    "svg.fonttype": "none",
     "svg.hashsalt": "zenflow-report",
 }
 # Where a point's name may stand: points of distance, then right and up of it; the first free place is taken.
@@ -73,11 +72,13 @@ def plain_log(axis: Axes) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def paint(study: Study, figure_name: str) -> dict[str, tuple[str, str]]:
+def paint(study: Study) -> dict[str, tuple[str, str]]:
     """Colour and marker of the settings that stand out, by name: the baseline, each engine's best, then the best.
 
-    Best by a figure's mean. The others, if there are more than there are colours, are drawn in grey and without a name.
+    Best by the loss at equal steps, in all pictures, so that a setting has one colour. The others, if there are more
+    than there are colours, are drawn in grey and without a name.
     """
+    figure_name = "final_loss" if study.step is None else "loss_at_equal_steps"
     others = [setting for setting in study.settings if setting is not study.baseline]
     ranked = sorted(others, key=lambda setting: setting.mean(figure_name))
     leaders = {setting.values["engine"]: setting for setting in reversed(ranked)}
@@ -90,9 +91,10 @@ def paint(study: Study, figure_name: str) -> dict[str, tuple[str, str]]:
 def entitle(figure: Figure, title: str, notes: Sequence[str] = ()) -> None:
     """The title above and the notes below, at the left, in lines that fit the figure's width."""
     width = figure.get_figwidth()
-    figure.suptitle(
-        fill(title, int(width * 12.5), break_on_hyphens=False), x=0.01, ha="left", fontweight="bold", fontsize=10
-    )
+    fits = int(width * 12.5)
+    parts = [title] if len(title) <= fits else title.split(": ", 1)
+    text = "\n".join(fill(part, fits, break_on_hyphens=False) for part in parts)
+    figure.suptitle(text, x=0.01, ha="left", fontweight="bold", fontsize=10)
     if notes:
         text = fill("; ".join(notes), int(width * 17.5))
         figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color=FAINT)
@@ -100,11 +102,16 @@ def entitle(figure: Figure, title: str, notes: Sequence[str] = ()) -> None:
 
 def seeds_note(study: Study, what: str) -> list[str]:
     """What a band or a bar is, where there are several seeds."""
-    counts = [len(setting.runs) for setting in study.settings]
+    counts = {len(setting.runs) for setting in study.settings}
     if max(counts) == 1:
         return []
-    count = f"{max(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    return [f"{what}: ± 1 standard deviation over {count} seeds"]
+    count = f"{max(counts)} seeds" if len(counts) == 1 else f"up to {max(counts)} seeds"
+    return [f"{what}: ± 1 standard deviation over {count}"]
+
+
+def more_settings(count: int) -> str:
+    """1 as "1 more setting"."""
+    return f"{count} more setting{'' if count == 1 else 's'}"
 
 
 def halo(width: float = 2.5) -> list[Any]:

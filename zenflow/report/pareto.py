@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from zenflow.report.look import FAINT, QUIET, entitle, is_wide, label_points, page, paint, seeds_note
+from zenflow.report.look import FAINT, QUIET, entitle, is_wide, label_points, more_settings, page, paint, seeds_note
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
 
@@ -34,7 +34,7 @@ def draw(study: Study) -> tuple[str, Any]:
     figure, axes = page(4.2, width=6.0)
     axis = axes[0, 0]
     best = front(points)
-    looks, everyone = paint(study, name), len(points) <= MOST_NAMES
+    looks, everyone = paint(study), len(points) <= MOST_NAMES
     labels, bars = [], []
     for index, (setting, (speed, loss)) in enumerate(zip(study.settings, points, strict=True)):
         color, marker = looks.get(setting.name, (QUIET, "o"))
@@ -52,7 +52,7 @@ def draw(study: Study) -> tuple[str, Any]:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     notes = [f"dashed: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
     if unnamed := sum(name == "" for name, *_ in labels):
-        notes.append(f"grey without a name: {unnamed} more settings")
+        notes.append(f"grey without a name: {more_settings(unnamed)}")
     entitle(figure, title, notes + seeds_note(study, "bars"))
     label_points(axis, labels, bars)
     return title, figure
