@@ -123,6 +123,26 @@ def test_the_meter_leaves_the_warm_up_out(monkeypatch):
     assert meter.full and not meter.measuring
 
 
+def test_an_evaluation_is_no_part_of_a_step(monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(meter_module, "clock_of", lambda device: HostClock(lambda: float(next(seconds))))
+    meter = Meter(CPU, warm_up=0, steps=3)
+    meter.resume()
+    for number in range(3):
+        with meter.optimizing():
+            pass
+        meter.end_step()
+        if number == 1:
+            meter.pause()
+            spent = meter.wall
+            for _ in range(100):
+                next(seconds)
+            assert meter.wall == spent
+            meter.resume()
+    assert [(part.seconds, part.optimizer) for part in meter.parts()] == [(3.0, 1.0)] * 3
+    assert meter.wall > spent
+
+
 def test_a_wait_that_ends_in_an_error_is_not_counted():
     meter = Meter(CPU, warm_up=1, steps=1)
     meter.end_step()

@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zenflow.diagnose.numbers import slope, spread
 
-SPIKE = 6.0  # noise widths above the line through the losses
-MAX_SPIKES = 0.05  # share of the steps
+SPIKE = 6.0  # noise widths above the median of the `BEFORE` losses before it: a fast start is none
+BEFORE = 9
+MAX_SPIKES = 0.05  # share of the steps, and at least three
 MAX_SKIPPED = 0.05  # likewise, of steps whose gradient was not finite
 RISE = 0.05  # of the median loss, and at least two noise widths: what counts as rising
 
@@ -19,8 +21,9 @@ RISE = 0.05  # of the median loss, and at least two noise widths: what counts as
 class LossHealth:
     """Of the losses of consecutive steps; those that are not finite are left out of every other figure.
 
-    `change` is the robust slope times the run's length, `noise` the width of a single loss around that line. `faults`
-    are sentences; none means healthy. `falling` may be false without a fault: a short run, or one that is done.
+    `change` is the robust slope times the run's length, `noise` the width of a single loss, from the differences of
+    neighbours. `faults` are sentences; none means healthy. `falling` may be false without a fault: a short run, or one
+    that is done.
     """
 
     steps: int
@@ -38,20 +41,18 @@ class LossHealth:
 def examine(losses: Sequence[float], skipped_steps: int = 0) -> LossHealth:
     """The health of a run; with no losses at all there is nothing to find a fault with."""
     finite = [loss for loss in losses if math.isfinite(loss)]
-    per_step = slope(finite)
-    change = per_step * max(0, len(finite) - 1)
-    rests = [loss - per_step * place for place, loss in enumerate(finite)]
-    level, noise = (statistics.median(rests), spread(rests)) if rests else (0.0, 0.0)
+    change = slope(finite) * max(0, len(finite) - 1)
+    noise = spread([b - a for a, b in pairwise(finite)]) / math.sqrt(2) if len(finite) > 1 else 0.0
     tenth = max(1, len(finite) // 10)
-    spikes = sum(rest - level > SPIKE * noise for rest in rests) if noise else 0
+    spikes = _spikes(finite, SPIKE * noise) if noise else 0
     bad = len(losses) - len(finite)
     faults = []
     if bad:
         faults.append(f"{bad} of {len(losses)} losses are not finite")
     if finite and change > max(2 * noise, RISE * abs(statistics.median(finite))):
         faults.append(f"the loss rises by {change:.3g} over {len(losses)} steps")
-    if spikes > MAX_SPIKES * len(losses):
-        faults.append(f"{spikes} of {len(losses)} losses stand {SPIKE:g} noise widths above the others")
+    if spikes > max(2, MAX_SPIKES * len(losses)):
+        faults.append(f"{spikes} of {len(losses)} losses stand {SPIKE:g} noise widths above those before them")
     if skipped_steps > MAX_SKIPPED * max(1, len(losses)):
         faults.append(f"{skipped_steps} steps were skipped: their gradients were not finite")
     return LossHealth(
@@ -66,3 +67,8 @@ def examine(losses: Sequence[float], skipped_steps: int = 0) -> LossHealth:
         falling=bool(finite) and change < 0,
         faults=tuple(faults),
     )
+
+
+def _spikes(losses: Sequence[float], height: float) -> int:
+    places = range(BEFORE, len(losses))
+    return sum(losses[place] - statistics.median(losses[place - BEFORE : place]) > height for place in places)

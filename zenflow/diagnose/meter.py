@@ -29,12 +29,14 @@ class _Step:
 class Meter:
     """Times `steps` steps after the first `warm_up` ones: a step reaches from one `end_step` to the next.
 
-    worker_pid: the CPU optimizer's process, if there is one. The figures are those of the measured steps alone.
+    What lies between `pause` and `resume`, an evaluation for example, belongs to no step; with no warm-up the first
+    step begins at a `resume`. worker_pid: the CPU optimizer's process, if there is one. `wall` and the CPU times are in
+    seconds, on the host, over the measured steps alone.
     """
 
     def __init__(self, device: torch.device, warm_up: int, steps: int, worker_pid: int | None = None) -> None:
-        if warm_up < 1 or steps < 1:
-            raise ValueError(f"warm_up is {warm_up} and steps {steps}; allowed: integers >= 1")
+        if warm_up < 0 or steps < 1:
+            raise ValueError(f"warm_up is {warm_up}, steps {steps}; allowed: an integer >= 0, and one >= 1")
         self.warm_up, self.steps = warm_up, steps
         self.wall, self.trainer_cpu, self.worker_cpu = 0.0, 0.0, None
         self.memory: Memory | None = None
@@ -42,7 +44,7 @@ class Meter:
         self._ended, self._stopped = 0, False
         self._steps: list[_Step] = []
         self._utilisation: list[float] = []
-        self._start: tuple[float, float, float | None] = (0.0, 0.0, None)
+        self._start: tuple[float, float, float | None] | None = None  # None while nothing is counted
         self._resident = 0
 
     @property
@@ -81,7 +83,8 @@ class Meter:
         if self._steps:
             self._steps[-1].end = mark
         if self._ended == self.warm_up:
-            self._begin()
+            self._reset_peak()
+            self._start = self._spent()
         elif self._ended % UTILISATION_EVERY == 0 and self._steps:
             self._ask_utilisation()
         if self.full:
@@ -89,15 +92,30 @@ class Meter:
         elif self._ended >= self.warm_up:
             self._steps.append(_Step(mark))
 
+    def pause(self) -> None:
+        """What follows is no step's; waits for the device, since what is queued still is."""
+        if self.measuring:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._count()
+
+    def resume(self) -> None:
+        """The next step begins here."""
+        if not self.measuring:
+            return
+        if self._steps and self._steps[-1].end is None:
+            self._steps.pop()
+        if not self._steps:
+            self._reset_peak()
+        self._steps.append(_Step(self._clock.mark()))
+        self._start = self._spent()
+
     def stop(self) -> None:
         """Measure no further step, also if there were fewer than wanted; idempotent."""
         if self._stopped:
             return
         self._stopped = True
-        now = self._spent()
-        self.wall, self.trainer_cpu = now[0] - self._start[0], now[1] - self._start[1]
-        if now[2] is not None and self._start[2] is not None:
-            self.worker_cpu = now[2] - self._start[2]
+        self._count()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             card = torch.cuda.get_device_properties(self._device).total_memory
@@ -125,11 +143,21 @@ class Meter:
     def _sum(self, pairs: list[tuple[Any, Any]]) -> float:
         return sum(self._clock.between(*pair) for pair in pairs)
 
-    def _begin(self) -> None:
-        self._start = self._spent()
+    def _reset_peak(self) -> None:
         if self._device.type == "cuda":
             self._resident = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _count(self) -> None:
+        """Add up what has been spent since the counting began, and end it."""
+        if self._start is None:
+            return
+        (wall, trainer, worker), (wall_now, trainer_now, worker_now) = self._start, self._spent()
+        self.wall += wall_now - wall
+        self.trainer_cpu += trainer_now - trainer
+        if worker is not None and worker_now is not None:
+            self.worker_cpu = (self.worker_cpu or 0.0) + worker_now - worker
+        self._start = None
 
     def _spent(self) -> tuple[float, float, float | None]:
         worker = None if self._worker_pid is None else cpu_seconds(self._worker_pid)

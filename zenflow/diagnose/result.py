@@ -33,7 +33,7 @@ class Result:
 
     def json(self, **more: Any) -> str:
         """Everything, with `more` beside it; what is not finite becomes null."""
-        return json.dumps(_finite(asdict(self) | more), indent=2)
+        return json.dumps(finite(asdict(self) | more), indent=2)
 
     def text(self) -> str:
         """The report for people."""
@@ -137,12 +137,12 @@ def _gbps(bandwidth: float | None) -> str:
     return "-" if bandwidth is None else f"{bandwidth / 1e9:.1f} GB/s"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return _finite(asdict(value))
+        return finite(asdict(value))
     return None if isinstance(value, float) and not math.isfinite(value) else value

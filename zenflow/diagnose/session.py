@@ -47,6 +47,8 @@ class Diagnosis:
     def __init__(
         self, optimizer: Any, *, steps: int = 100, warm_up: int = 10, triad_bytes: int = 1 << 30, engine: str = ""
     ) -> None:
+        if warm_up < 1 or steps < 1:
+            raise ValueError(f"warm_up is {warm_up} and steps {steps}; allowed: integers >= 1")
         self._optimizer, self._triad_bytes = optimizer, triad_bytes
         self._engine = engine or type(optimizer).__name__
         self._zenflow = optimizer if isinstance(optimizer, ZenFlow) else None

@@ -101,9 +101,11 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
 
 def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Decision:
     advice = advise(figures, parameters, limits.memory_share)
-    copies = "the copies" if advice.copies_known else "the copies, which could not be measured here,"
+    work = "the CPU's pass over the deferred channels and the copies take"
+    if not advice.copies_known:
+        work = "the CPU's pass over the deferred channels takes, without the copies, which could not be measured here,"
     fit = (
-        f"the CPU's pass over the deferred channels and {copies} take {_ms(advice.work)} a window of "
+        f"{work} {_ms(advice.work)} a window of "
         f"{advice.update_interval} steps, whose own work takes {_ms(advice.update_interval * advice.floor)}: "
         f"estimated stall {_ms(advice.stall)} a step"
     )

@@ -1,0 +1,115 @@
+"""`zenflow-compare` as a whole, on the tiny model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import experiments.compare
+from tests.diagnose.commands import SMOKE, runner
+
+SHORT = (*SMOKE, "steps=8", "evaluate_every=4", "compare.warm_up=2")
+ROOT = Path(experiments.compare.__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    return runner(experiments.compare.main, "zenflow-compare", tmp_path, monkeypatch, capsys)
+
+
+def test_a_comparison_of_offload_and_zenflow(command, tmp_path):
+    (tmp_path / "b.txt").write_text("engine=zenflow\nengine.update_interval=2  # U\n")
+    outcome = command(
+        *SHORT, "engine.min_deferred_numel=64", "repeats=2", "seed=5", "a=engine=zero_offload", "b=@b.txt"
+    )
+    assert outcome.code == 0, outcome.err
+    names = sorted(path.name for path in outcome.folder.iterdir())
+    assert names == ["compare.json", "compare.log", "compare.md", "compare.png"]
+    assert (outcome.folder / "compare.md").read_text() in outcome.out
+    assert (outcome.folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    found = outcome.json("compare.json")
+    runs = found["runs"]
+    assert [(run["side"], run["seed"], run["place"]) for run in runs] == [
+        ("a", 5, 1),
+        ("b", 5, 2),
+        ("b", 6, 3),
+        ("a", 6, 4),
+    ]
+    assert runs[0]["weights"] == runs[1]["weights"] != runs[2]["weights"] == runs[3]["weights"]
+    assert runs[0]["order"] == runs[1]["order"] != runs[2]["order"] == runs[3]["order"]
+    assert [[point["step"] for point in run["curve"]] for run in runs] == [[0, 4, 8]] * 4
+    assert runs[0]["curve"][0] == runs[1]["curve"][0] and runs[0]["curve"][2] != runs[1]["curve"][2]
+    assert all(run["tokens_per_second"] > 0 and run["trainer_cores"] >= 0 for run in runs)
+    assert runs[0]["bytes_to_host"] > runs[1]["bytes_to_host"] > 0
+    works = {(check["side"], check["name"]): check["works"] for check in found["checks"]}
+    assert len(works) == 8 and all(works.values())
+    assert found["judgement"]["verdict"] in ("adopt", "do not adopt", "not enough evidence")
+    assert len(found["judgement"]["criteria"]) == 4
+    assert found["settings"]["a"]["engine"]["topk_ratio"] == 0
+    assert found["settings"]["b"]["engine"]["update_interval"] == 2
+    assert found["sides"] == {"a": "engine=zero_offload", "b": "engine=zenflow engine.update_interval=2"}
+    assert found["machine"]["torch"] and found["machine"]["memory"].endswith("GiB")
+
+
+def test_the_same_side_twice_gives_the_same_losses_and_no_evidence(command):
+    outcome = command(*SHORT, "repeats=1", "a=engine=adamw", "b=engine=adamw")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json("compare.json")
+    losses = [[point["loss"] for point in run["curve"]] for run in found["runs"]]
+    assert losses[0] == losses[1] and found["runs"][0]["stall"] is None
+    assert found["judgement"]["verdict"] == "not enough evidence"
+    assert found["judgement"]["criteria"][2]["difference"] == {"mean": 0.0, "low": None, "high": None, "n": 1}
+    assert "Both sides have the same settings" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a=engine=adamw optimizer.lr=1", "b=engine=zenflow"], "optimizer.lr is 1.0 in a and 0.002 in b"),
+        (["b=engine=zenflow model.width=32"], "model.width is 64 in a and 32 in b"),
+        (["a=engine=zenflow engine.topk_ration=0.1"], "did you mean topk_ratio"),
+        (["b=@none.txt"], "b=@none.txt cannot be read (No such file or directory)"),
+        (["b=engine=zenflow engine.topk_ratio=2"], "engine.topk_ratio is 2"),
+        (["repeats=0"], "repeats is 0; allowed: an integer from 1 to 100"),
+        (["evaluate_every=null"], "evaluate_every is None; allowed: an integer from 1 to steps / 2 = 4"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(command, words, told):
+    outcome = command(*SHORT, *words)
+    assert outcome.code == 1 and told in outcome.err and "zenflow-compare: " in outcome.err
+    assert "Traceback" not in outcome.err and not list(outcome.folder.rglob("*.json"))
+
+
+def test_a_folder_with_a_comparison_is_refused(command):
+    folder = command(*SHORT, "repeats=0").folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "compare.md").write_text("kept")
+    outcome = command(*SHORT, "repeats=1")
+    assert outcome.code == 1 and "already holds compare.md" in outcome.err
+    assert (folder / "compare.md").read_text() == "kept"
+
+
+def test_the_help_explains_the_two_sides(command):
+    outcome = command("--help")
+    words = (
+        'b="engine=zenflow engine.update_interval=8"',
+        "a=@now.txt",
+        "only engine settings may",
+        "not enough evidence",
+    )
+    assert not [word for word in words if word.lower() not in outcome.out.lower()]
+
+
+def test_the_arithmetic_loads_no_torch():
+    code = (
+        "import sys, zenflow.compare.curve, zenflow.compare.criteria, zenflow.compare.judge, zenflow.compare.text; "
+        "import zenflow.compare.topology; print('torch' in sys.modules or 'hydra' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,120 @@
+"""`zenflow-compare` from its two configurations to its folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zenflow.bench.machine import facts
+from zenflow.compare.config import CompareConfig, check_alike, check_settings
+from zenflow.compare.judge import Judgement, judge
+from zenflow.compare.side import Finished, run_side
+from zenflow.compare.text import report
+from zenflow.compare.topology import topology
+from zenflow.diagnose.result import finite
+from zenflow.training.checks import check
+from zenflow.training.errors import InputError
+from zenflow.training.schema import plain
+
+log = logging.getLogger(__name__)
+OUTPUTS = ("compare.md", "compare.json", "compare.png")
+Sides = dict[str, CompareConfig]
+
+
+def compare(sides: Sides, words: dict[str, str], folder: Path, *, part_of_sweep: bool = False) -> float:
+    """Run both sides and leave `OUTPUTS` in `folder`; b's mean gain in tokens a second, as a share.
+
+    words: what each side was given, for people. Errors: InputError (one sentence) for what the user can mend, before
+    anything is run; anything else is logged with its traceback and raised.
+    """
+    try:
+        _check(sides, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        finished = list(_session(sides, folder))
+        judgement = _leave(sides, words, finished, folder)
+        return judgement.criteria[0].difference.mean
+    except InputError as error:
+        if part_of_sweep:
+            log.error("%s", error)
+        raise
+    except Exception:
+        log.exception("the comparison in %s failed", folder)
+        raise
+
+
+def schedule(repeats: int) -> list[tuple[str, int]]:
+    """Side and repeat of every run: a b, b a, a b, ... so that a drift of the machine favours neither."""
+    return [(side, repeat) for repeat in range(repeats) for side in ("ab" if repeat % 2 == 0 else "ba")]
+
+
+def _check(sides: Sides, folder: Path) -> None:
+    check_alike(sides["a"], sides["b"])
+    if present := [name for name in OUTPUTS if (folder / name).exists()]:
+        raise InputError(f"{folder} already holds {present[0]}; give another folder as hydra.run.dir.")
+    for config in sides.values():
+        check_settings(config)
+        check(replace(config, trace=None), folder)
+
+
+def _session(sides: Sides, folder: Path) -> Iterator[Finished]:
+    """A short run of each side first, which is not kept: it compiles and reads what all others find ready."""
+    for side, config in sides.items():
+        log.info("%s, to warm up", side)
+        run_side(side, _of(config, 0, steps=config.compare.warm_up + 2), 0, None)
+    tried: set[str] = set()
+    for place, (side, repeat) in enumerate(plan := schedule(sides["a"].repeats), start=1):
+        done = run_side(side, _of(sides[side], repeat), place, None if side in tried else folder)
+        tried.add(side)
+        run = done.run
+        log.info(
+            "run %d of %d, %s, seed %d: median step %.1f ms, %.0f tokens/s, held-out loss %.4f", place, len(plan), side,
+            run.seed, 1e3 * run.median, run.tokens_per_second, run.curve[-1].loss,
+        )  # fmt: skip
+        yield done
+
+
+def _of(config: CompareConfig, repeat: int, **changes: Any) -> CompareConfig:
+    return replace(config, seed=config.seed + repeat, trace=None, **changes)
+
+
+def _leave(sides: Sides, words: dict[str, str], finished: Sequence[Finished], folder: Path) -> Judgement:
+    runs, checks = [done.run for done in finished], [check for done in finished for check in done.checks]
+    limits, same = sides["a"].compare, plain(sides["a"].engine) == plain(sides["b"].engine)
+    judgement = judge(runs, checks, min_gain=limits.min_gain, max_loss_rise=limits.max_loss_rise, same=same)
+    machine = facts() | topology(_bus_id())
+    text = report(judgement, runs, checks, words, machine)
+    settings = {side: next(done.settings for done in finished if done.run.side == side) for side in sides}
+    everything = {
+        "judgement": asdict(judgement),
+        "limits": asdict(limits),
+        "checks": [asdict(check) for check in checks],
+        "runs": [asdict(run) for run in runs],
+        "sides": words,
+        "settings": settings,
+        "machine": machine,
+    }
+    (folder / "compare.md").write_text(text, encoding="utf-8")
+    (folder / "compare.json").write_text(json.dumps(finite(everything), indent=2), encoding="utf-8")
+    try:
+        from zenflow.compare.picture import save_picture
+
+        save_picture(judgement, runs, words, folder / "compare.png")
+    except ImportError as error:
+        log.info("no picture: %s (the extra `plot`)", error)
+    print(text)
+    log.info("everything is in %s", folder)
+    return judgement
+
+
+def _bus_id() -> str | None:
+    """The GPU's place on the PCI bus, as sysfs spells it."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
