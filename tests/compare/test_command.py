@@ -43,7 +43,7 @@ def test_a_comparison_of_offload_and_zenflow(command, tmp_path):
     assert runs[0]["order"] == runs[1]["order"] != runs[2]["order"] == runs[3]["order"]
     assert [[point["step"] for point in run["curve"]] for run in runs] == [[0, 4, 8]] * 4
     assert runs[0]["curve"][0] == runs[1]["curve"][0] and runs[0]["curve"][2] != runs[1]["curve"][2]
-    assert all(run["tokens_per_second"] > 0 and run["trainer_cores"] >= 0 for run in runs)
+    assert all(run["tokens_per_second"] > 0 and run["trainer_cpus"] >= 0 for run in runs)
     assert runs[0]["bytes_to_host"] > runs[1]["bytes_to_host"] > 0
     works = {(check["side"], check["name"]): check["works"] for check in found["checks"]}
     assert len(works) == 8 and all(works.values())

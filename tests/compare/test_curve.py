@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.compare.making import run
+from zenflow.compare.curve import Point
 from zenflow.compare.run import schedule
+from zenflow.compare.side import _curve
+from zenflow.diagnose.figures import StepParts
+from zenflow.training.metrics import Evaluation
 
 
 @pytest.mark.parametrize(
@@ -28,3 +32,10 @@ def test_a_drift_favours_neither_side(repeats, order):
     if repeats % 2 == 0:
         places = {side: sum(place for place, (name, _) in enumerate(plan) if name == side) for side in "ab"}
         assert places["a"] == places["b"]
+
+
+def test_time_is_that_of_the_steps_and_of_the_last_results():
+    parts = [StepParts(seconds, 0.0, 0.0) for seconds in (1.0, 2.0, 4.0)]
+    evaluations = [Evaluation(0, 9.0, None), Evaluation(2, 8.0, 0.5), Evaluation(3, 7.0, None)]
+    expected = (Point(0, 0.0, 9.0), Point(2, 3.0, 8.0, 0.5), Point(3, 7.25, 7.0))
+    assert _curve(parts, evaluations, 0.25) == expected

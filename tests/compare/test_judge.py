@@ -86,7 +86,7 @@ def test_memory_traffic_and_cpu_are_no_criteria():
     plain = judged(speeds=(1.0, 1.01, 1.0))
     changed = judged(
         speeds=(1.0, 1.01, 1.0),
-        changes={"bytes_to_host": 0.0, "bytes_to_device": 0.0, "trainer_cores": 0.0, "peak_bytes": 1},
+        changes={"bytes_to_host": 0.0, "bytes_to_device": 0.0, "trainer_cpus": 0.0, "peak_bytes": 1},
     )
     assert changed == plain and plain.verdict == REJECT
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import zenflow.diagnose.meter as meter_module
 from zenflow import ZenFlow
-from zenflow.diagnose import Diagnosis
+from zenflow.cores import physical_cores
+from zenflow.diagnose import Diagnosis, ceilings
+from zenflow.diagnose.figures import Ceilings
 from zenflow.diagnose.meter import Meter
 from zenflow.telemetry import HostClock
 
@@ -80,7 +83,7 @@ def test_a_loader_that_ends_early_gives_what_there_is():
     optimizer = torch.optim.AdamW(network.parameters())
     diagnosis = Diagnosis(optimizer, **SHORT)
     assert run(network, optimizer, diagnosis, [torch.ones(2, 37)] * 5) == 5
-    assert diagnosis.result().figures.steps == 3 and diagnosis.result().figures.trainer_cores >= 0
+    assert diagnosis.result().figures.steps == 3 and diagnosis.result().figures.trainer_cpus >= 0
     diagnosis = Diagnosis(optimizer, **SHORT)
     run(network, optimizer, diagnosis, [torch.ones(2, 37)] * 2)
     with pytest.raises(RuntimeError, match="within the 2 steps of the warm-up"):
@@ -150,3 +153,18 @@ def test_a_wait_that_ends_in_an_error_is_not_counted():
         raise KeyError
     meter.end_step()
     assert meter.parts()[0].data == 0.0
+
+
+@pytest.mark.skipif(len(physical_cores()) < 2, reason="with one core, trainer and worker share it")
+def test_memory_is_measured_on_all_cpus_and_the_binding_comes_back(monkeypatch):
+    before, seen = os.sched_getaffinity(0), []
+    monkeypatch.setattr(ceilings, "measure", lambda *_: seen.append(os.sched_getaffinity(0)) or Ceilings())
+    network = model()
+    with ZenFlow(network.parameters(), **SYNC, core_binding=True) as optimizer:
+        bound = os.sched_getaffinity(0)
+        diagnosis = Diagnosis(optimizer, **SHORT)
+        run(network, optimizer, diagnosis, [torch.ones(2, 37)] * 7)
+        measured = diagnosis.result().measured
+        assert bound < before and seen == [before] and os.sched_getaffinity(0) == bound
+        assert measured.trainer_cpus <= len(bound) and measured.worker_cpus >= 1
+    assert os.sched_getaffinity(0) == before

@@ -33,8 +33,8 @@ class Run:
     tokens_per_second: float
     data: float  # waiting for batches
     stall: float | None  # waiting for CPU or PCIe; None for an engine whose state is on the device
-    trainer_cores: float
-    worker_cores: float | None
+    trainer_cpus: float
+    worker_cpus: float | None
     bytes_to_host: float | None
     bytes_to_device: float | None
     worker_busy: float | None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,10 @@ def run_side(side: str, config: CompareConfig, place: int, scratch: Path | None)
             seen = _Seen(prepared.data.train)
             listener = _Listener(config, meter)
             data = replace(prepared.data, train=Watched(seen, meter))
-            Loop(config, model, data, engine, listener, StepTimer(prepared.device)).run()
+            ending = _Ending(engine, prepared.device)
+            Loop(config, model, data, ending, listener, StepTimer(prepared.device)).run()
             records = optimizer.records(wait=True) if isinstance(optimizer, ZenFlow) else None
-            run = _run(side, config, place, (weights, seen.digest), meter, listener, records, engine)
+            run = _run(side, config, place, (weights, seen.digest), meter, listener, records, ending)
             checks = _checks(run) + ([] if scratch is None else check_saving(side, model, optimizer, scratch))
             return Finished(run, checks, prepared.record)
     finally:
@@ -95,6 +98,27 @@ class _Seen:
         return self._total.hexdigest()
 
 
+class _Ending:
+    """An engine whose `flush()` at a run's end is timed: b's last results must not come for nothing."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self._engine, self.device, self.seconds = engine, device, 0.0
+
+    def flush(self) -> None:
+        self._wait()
+        started = time.perf_counter()
+        self._engine.flush()
+        self._wait()
+        self.seconds += time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 class _Listener:
     """What the loop tells its recorder; the meter stands still during an evaluation."""
 
@@ -125,11 +149,11 @@ def _run(
     meter: Meter,
     listener: _Listener,
     records: Sequence[StepRecord] | None,
-    engine: Engine,
+    ending: _Ending,
 ) -> Run:
     parts, first = meter.parts(), config.compare.warm_up
     timed, times = parts[first:], [part.seconds for part in parts[first:]]
-    skipped = engine.report().skipped_steps
+    skipped = ending.report().skipped_steps
     kept = None if records is None else [record for record in records if record.step > first]
     return Run(
         side=side,
@@ -142,23 +166,23 @@ def _run(
         mean=statistics.fmean(times),
         tokens_per_second=sum(listener.tokens[first:]) / sum(times),
         data=statistics.fmean(part.data for part in timed),
-        stall=_stall(kept, on_cpu=not torch.cuda.is_available() or config.device.name == "cpu"),
-        trainer_cores=meter.trainer_cpu / meter.wall,
-        worker_cores=None if meter.worker_cpu is None else meter.worker_cpu / meter.wall,
+        stall=_stall(kept, on_cpu=ending.device.type == "cpu"),
+        trainer_cpus=meter.trainer_cpu / meter.wall,
+        worker_cpus=None if meter.worker_cpu is None else meter.worker_cpu / meter.wall,
         bytes_to_host=_mean(kept, "bytes_to_host"),
         bytes_to_device=_mean(kept, "bytes_to_device"),
         worker_busy=_mean(kept, "worker_busy_seconds"),
         peak_bytes=None if meter.memory is None else meter.memory.peak,
         skipped_steps=skipped,
-        curve=_curve(parts, listener.evaluations),
+        curve=_curve(parts, listener.evaluations, ending.seconds),
         faults=examine([float(loss) for loss in listener.losses], skipped).faults,
     )
 
 
-def _curve(parts: Sequence[StepParts], evaluations: Sequence[Evaluation]) -> tuple[Point, ...]:
-    ends = [0.0]
-    for part in parts:
-        ends.append(ends[-1] + part.seconds)
+def _curve(parts: Sequence[StepParts], evaluations: Sequence[Evaluation], ending: float) -> tuple[Point, ...]:
+    """ending: seconds that the last results took after the last step, before they could be evaluated."""
+    ends = [0.0, *accumulate(part.seconds for part in parts)]
+    ends[-1] += ending
     return tuple(Point(found.step, ends[found.step], found.loss, found.accuracy) for found in evaluations)
 
 

@@ -72,8 +72,9 @@ class Measured:
     losses: Sequence[float]
     wall: float
     trainer_cpu: float
-    cores: int
+    trainer_cpus: float  # logical ones that it may use, within the cgroup's quota
     worker_cpu: float | None = None
+    worker_cpus: float | None = None
     offload: Offload | None = None
     ceilings: Ceilings = field(default_factory=Ceilings)
     memory: Memory | None = None
@@ -106,9 +107,8 @@ class Figures:
     busy_share: float
     idle_share: float
     utilisation: float | None
-    trainer_cores: float  # cores' worth of CPU time, user and system
-    worker_cores: float | None
-    cores: int
+    trainer_cpus: float  # CPUs' worth of time, user and system
+    worker_cpus: float | None
     bytes_to_host: float | None
     bytes_to_device: float | None
     achieved_bandwidth: float | None  # over the whole step
@@ -153,9 +153,8 @@ def summarise(measured: Measured) -> Figures:
         busy_share=1 - idle / mean,
         idle_share=idle / mean,
         utilisation=measured.utilisation,
-        trainer_cores=measured.trainer_cpu / measured.wall,
-        worker_cores=_per(measured.worker_cpu, measured.wall),
-        cores=measured.cores,
+        trainer_cpus=measured.trainer_cpu / measured.wall,
+        worker_cpus=_per(measured.worker_cpu, measured.wall),
         bytes_to_host=offload and offload.bytes_to_host,
         bytes_to_device=offload and offload.bytes_to_device,
         achieved_bandwidth=_per(moved, mean),

@@ -57,12 +57,12 @@ def rows(f: Figures, m: Measured) -> list[tuple[str, str]]:
         ("waiting for CPU or PCIe", "not known for this optimizer" if f.stall is None else _share(f.stall, f.mean)),
         ("waiting for data", _share(f.data, f.mean)),
         ("device", f"busy at most {f.busy_share:.1%}, idle at least {f.idle_share:.1%}" + _nvml(f)),
-        ("trainer's CPU", f"{f.trainer_cores:.2f} cores of {f.cores}"),
+        ("trainer", f"{f.trainer_cpus:.2f} CPUs of {m.trainer_cpus:g}"),
     ]
-    if f.worker_cores is not None:
-        found.append(("CPU optimizer's CPU", f"{f.worker_cores:.2f} cores of {f.cores}"))
+    if f.worker_cpus is not None and m.worker_cpus is not None:
+        found.append(("CPU optimizer", f"{f.worker_cpus:.2f} CPUs of {m.worker_cpus:g}"))
     if f.worker_busy is not None:
-        found.append(("CPU optimizer's pass", f"{_ms(f.worker_busy)} a step" + _bandwidth(f, m)))
+        found.append(("pass over memory", f"{_ms(f.worker_busy)} a step" + _bandwidth(f, m)))
     if f.bytes_to_host is not None and f.bytes_to_device is not None:
         found.append(("traffic", f"{_mb(f.bytes_to_host)} to the host, {_mb(f.bytes_to_device)} to the device a step"))
     if f.to_host is not None and f.to_device is not None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
-from zenflow.cores import physical_cores, plan_cores
+from zenflow.cores import CorePlan, cpu_quota, plan_cores
 from zenflow.diagnose import ceilings
-from zenflow.diagnose.figures import Measured, Offload
+from zenflow.diagnose.figures import Ceilings, Measured, Offload
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.result import Result
 from zenflow.optimizer import ZenFlow
@@ -112,22 +112,21 @@ class Diagnosis:
                 f"no step was measured: the loop ended within the {self.meter.warm_up} steps of the warm-up"
             )
         offload = None if self._zenflow is None else self._offload(self._zenflow, len(parts))
-        config = ZenFlowConfig() if self._zenflow is None else self._zenflow.config
-        binds = self._device.type == "cuda"
-        threads = plan_cores(config.pt_reserved_cores_perc, binds, config.worker_threads).worker_threads
+        plan = self._plan()
         return Measured(
             engine=self._engine,
-            device=torch.cuda.get_device_name(self._device) if binds else "cpu",
+            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             offloads=offload is not None or self._keeps_state_on_the_host(),
             parameters=sum(param.numel() for param in self._params()),
             steps=parts,
             losses=[float(loss) for loss in self._losses],
             wall=self.meter.wall,
             trainer_cpu=self.meter.trainer_cpu,
-            cores=len(physical_cores()),
+            trainer_cpus=min(len(plan.trainer_cores), cpu_quota()),
             worker_cpu=self.meter.worker_cpu,
+            worker_cpus=min(len(plan.worker_cores), cpu_quota()),
             offload=offload,
-            ceilings=ceilings.measure(self._device, threads, self._triad_bytes),
+            ceilings=self._ceilings(plan),
             memory=self.meter.memory,
             utilisation=self.meter.utilisation,
             skipped_steps=0 if self._zenflow is None else self._zenflow.stats().skipped_steps,
@@ -152,6 +151,21 @@ class Diagnosis:
             worker_busy=statistics.fmean(record.worker_busy_seconds for record in records),
             pass_bytes=sum(param.numel() * _pass_bytes(param.dtype, optimizer.config.ring_dtype) for param in deferred),
         )
+
+    def _plan(self) -> CorePlan:
+        """Who has which CPUs; without a CPU optimizer, who would have."""
+        plan = None if self._zenflow is None else self._zenflow._pipeline.cores
+        return plan or plan_cores(ZenFlowConfig.pt_reserved_cores_perc, bind=False)
+
+    def _ceilings(self, plan: CorePlan) -> Ceilings:
+        """Measured on all CPUs: a trainer that is bound to its own would find little of what memory gives."""
+        bound = plan.trainer_cores != plan.worker_cores
+        plan.restore_trainer()
+        try:
+            return ceilings.measure(self._device, plan.worker_threads, self._triad_bytes)
+        finally:
+            if bound:
+                plan.bind_trainer()
 
     def _params(self) -> list[Tensor]:
         found = (param for group in self._optimizer.param_groups for param in group["params"])
