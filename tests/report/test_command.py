@@ -169,7 +169,10 @@ def test_a_folder_that_cannot_be_made_is_named(report, sweep, tmp_path):
 
 def test_a_file_is_whole_or_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
-    files.write(path, "old")
+    files.write(path, "older")
+    with open(path) as reader:
+        files.write(path, "old")
+        assert reader.read() == "older", "the file was written in place"
 
     def broken(self, content):
         with open(self, "wb") as file:
