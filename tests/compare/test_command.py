@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 import experiments.compare
 from tests.diagnose.commands import SMOKE, runner
+from tests.diagnose.readme import README, commands
+from zenflow.compare.config import CompareConfig, CompareSettings, check_alike, check_settings, words_of
+from zenflow.training.schema import register
 
 SHORT = (*SMOKE, "steps=8", "evaluate_every=4", "compare.warm_up=2")
 ROOT = Path(experiments.compare.__file__).resolve().parents[1]
@@ -113,3 +119,24 @@ def test_the_arithmetic_loads_no_torch():
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("words", commands("zenflow-compare"), ids=" ".join)
+def test_the_readme_s_commands_compose(words):
+    register()
+    ConfigStore.instance().store(name="base_compare", node=CompareConfig)
+    words = [experiments.compare.quoted(word) for word in words]
+    with initialize_config_dir(str(experiments.compare.CONF), version_base="1.3"):
+        shared = OmegaConf.to_object(compose("compare", words))
+        sides = [
+            OmegaConf.to_object(compose("compare", [*words, *words_of(side, getattr(shared, side))])) for side in "ab"
+        ]
+    check_alike(*sides)
+    for side in sides:
+        check_settings(side)
+
+
+def test_the_readme_s_limits_are_the_defaults():
+    chosen = CompareSettings()
+    assert f"`compare.min_gain` ({chosen.min_gain})" in README
+    assert f"`compare.max_loss_rise` ({chosen.max_loss_rise})" in README

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import types
+
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 import experiments.diagnose
 from tests.diagnose.commands import SMOKE, runner
+from tests.diagnose.readme import README, blocks, commands
+from zenflow.diagnose import ceilings
+from zenflow.diagnose.config import DiagnoseConfig, check_settings
+from zenflow.diagnose.figures import Ceilings
+from zenflow.diagnose.verdict import Thresholds
+from zenflow.training.schema import register
 
 SHORT = (*SMOKE, "diagnose.steps=21", "diagnose.warm_up=2", "diagnose.triad_bytes=65536")
 
@@ -79,3 +92,32 @@ def test_the_help_says_what_it_is_for(command):
     outcome = command("--help")
     words = ("zenflow-diagnose debug=smoke", "diagnosis.json", "engine=zero_offload", "memory-rich", "diagnose.warm_up")
     assert not [word for word in words if word not in outcome.out]
+
+
+@pytest.mark.parametrize("words", commands("zenflow-diagnose"), ids=" ".join)
+def test_the_readme_s_commands_compose(words):
+    register()
+    ConfigStore.instance().store(name="base_diagnose", node=DiagnoseConfig)
+    with initialize_config_dir(str(experiments.diagnose.CONF), version_base="1.3"):
+        check_settings(OmegaConf.to_object(compose("diagnose", words)))
+
+
+def test_the_readme_s_thresholds_are_those_that_decide():
+    limits = Thresholds()
+    assert (limits.min_steps, limits.noise, limits.memory_share) == (20, 1.5, 0.9)
+    assert limits.data_share == limits.stall_share == 0.1
+    for words in ("fewer than 20 steps", "p95 over 1.5 medians", "10% of a step or more", "at most 90% of the card"):
+        assert words in README
+
+
+def test_the_readme_s_loop_runs(monkeypatch, capsys):
+    monkeypatch.setattr(ceilings, "measure", lambda *_: Ceilings())
+    (block,) = (block for block in blocks("py") if "Diagnosis" in block)
+    layer = torch.nn.Linear(7, 5)
+    names = {
+        "model": lambda batch: types.SimpleNamespace(loss=layer(batch).square().mean()),
+        "optimizer": torch.optim.AdamW(layer.parameters()),
+        "loader": itertools.repeat(torch.ones(3, 7)),
+    }
+    exec(block, names)
+    assert "100 steps" in capsys.readouterr().out
