@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,11 +35,12 @@ def test_a_comparison_of_offload_and_zenflow(command, tmp_path):
     )
     assert outcome.code == 0, outcome.err
     names = sorted(path.name for path in outcome.folder.iterdir())
-    assert names == ["compare.json", "compare.log", "compare.md", "compare.png"]
+    assert names == ["compare.json", "compare.log", "compare.md", "compare.png", "runs.jsonl"]
     assert (outcome.folder / "compare.md").read_text() in outcome.out
     assert (outcome.folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     found = outcome.json("compare.json")
     runs = found["runs"]
+    assert [json.loads(line) for line in (outcome.folder / "runs.jsonl").read_text().splitlines()] == runs
     assert [(run["side"], run["seed"], run["place"]) for run in runs] == [
         ("a", 5, 1),
         ("b", 5, 2),
@@ -62,11 +64,12 @@ def test_a_comparison_of_offload_and_zenflow(command, tmp_path):
 
 
 def test_the_same_side_twice_gives_the_same_losses_and_no_evidence(command):
-    outcome = command(*SHORT, "repeats=1", "a=engine=adamw", "b=engine=adamw")
+    outcome = command(*SHORT, "plot=false", "repeats=1", "a=engine=adamw", "b=engine=adamw")
     assert outcome.code == 0, outcome.err
     found = outcome.json("compare.json")
     losses = [[point["loss"] for point in run["curve"]] for run in found["runs"]]
     assert losses[0] == losses[1] and found["runs"][0]["stall"] is None
+    assert all(check["works"] for check in found["checks"]) and not (outcome.folder / "compare.png").exists()
     assert found["judgement"]["verdict"] == "not enough evidence"
     assert found["judgement"]["criteria"][2]["difference"] == {"mean": 0.0, "low": None, "high": None, "n": 1}
     assert "Both sides have the same settings" in outcome.out

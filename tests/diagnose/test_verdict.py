@@ -39,6 +39,7 @@ def verdict(**settings) -> Verdict:
         pytest.param({"stall": 0.05, "busy": 0.04, "memory": ROOMY}, MEMORY_RICH, id="AdamW fits"),
         pytest.param({"losses": [math.nan] * 100}, UNHEALTHY, id="losses are not finite"),
         pytest.param({"losses": [1 + 0.1 * step for step in range(100)]}, UNHEALTHY, id="the loss rises"),
+        pytest.param({"validation_before": 2.0, "validation_after": math.nan}, UNHEALTHY, id="no held-out loss"),
         pytest.param({"skipped_steps": 50}, UNHEALTHY, id="steps are skipped"),
         pytest.param({"steps": 19, "stall": 0.05}, INCONCLUSIVE, id="too few steps"),
         pytest.param({"stall": None, "optimizer": 0.05}, INCONCLUSIVE, id="an offload without records"),

@@ -25,7 +25,8 @@ class CompareSettings:
 
 @dataclass
 class CompareConfig(TrainConfig):
-    """A run of each side. `log_every`, `plot`, `trace` and `tracking` of the run have no effect."""
+    """Runs of each side. Of their settings log_every, trace and tracking have no effect; `plot` is for the comparison's
+    own picture."""
 
     a: str = "engine=zero_offload"  # settings for a alone, or @FILE with them
     b: str = "engine=zenflow"

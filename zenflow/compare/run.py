@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from zenflow.training.errors import InputError
 from zenflow.training.schema import plain
 
 log = logging.getLogger(__name__)
-OUTPUTS = ("compare.md", "compare.json", "compare.png")
+OUTPUTS = ("runs.jsonl", "compare.md", "compare.json", "compare.png")
 Sides = dict[str, CompareConfig]
 
 
@@ -38,6 +39,9 @@ def compare(sides: Sides, words: dict[str, str], folder: Path, *, part_of_sweep:
         folder.mkdir(parents=True, exist_ok=True)
         finished = list(_session(sides, folder))
         judgement = _leave(sides, words, finished, folder)
+        if sides["a"].plot:
+            _draw(judgement, finished, words, folder)
+        log.info("everything is in %s", folder)
         return judgement.criteria[0].difference.mean
     except InputError as error:
         if part_of_sweep:
@@ -67,16 +71,27 @@ def _session(sides: Sides, folder: Path) -> Iterator[Finished]:
     for side, config in sides.items():
         log.info("%s, to warm up", side)
         run_side(side, _of(config, 0, steps=config.compare.warm_up + 2), 0, None)
+        _release()
     tried: set[str] = set()
     for place, (side, repeat) in enumerate(plan := schedule(sides["a"].repeats), start=1):
         done = run_side(side, _of(sides[side], repeat), place, None if side in tried else folder)
+        _release()
         tried.add(side)
         run = done.run
+        with open(folder / "runs.jsonl", "a", encoding="utf-8") as file:
+            print(json.dumps(finite(asdict(run))), file=file)
         log.info(
             "run %d of %d, %s, seed %d: median step %.1f ms, %.0f tokens/s, held-out loss %.4f", place, len(plan), side,
             run.seed, 1e3 * run.median, run.tokens_per_second, run.curve[-1].loss,
         )  # fmt: skip
         yield done
+
+
+def _release() -> None:
+    """Let the next run find the memory that this one had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _of(config: CompareConfig, repeat: int, **changes: Any) -> CompareConfig:
@@ -101,15 +116,17 @@ def _leave(sides: Sides, words: dict[str, str], finished: Sequence[Finished], fo
     }
     (folder / "compare.md").write_text(text, encoding="utf-8")
     (folder / "compare.json").write_text(json.dumps(finite(everything), indent=2), encoding="utf-8")
+    print(text)
+    return judgement
+
+
+def _draw(judgement: Judgement, finished: Sequence[Finished], words: dict[str, str], folder: Path) -> None:
     try:
         from zenflow.compare.picture import save_picture
 
-        save_picture(judgement, runs, words, folder / "compare.png")
+        save_picture(judgement, [done.run for done in finished], words, folder / "compare.png")
     except ImportError as error:
         log.info("no picture: %s (the extra `plot`)", error)
-    print(text)
-    log.info("everything is in %s", folder)
-    return judgement
 
 
 def _bus_id() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import statistics
 import time
@@ -47,25 +46,19 @@ def run_side(side: str, config: CompareConfig, place: int, scratch: Path | None)
     prepared = training._prepare(config)
     weights = digest(prepared.model.state_dict())
     model = prepared.model.to(prepared.device).train()
-    try:
-        with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
-            optimizer = engine._optimizer  # the optimizer itself: it has state, records and a process
-            pid = optimizer.stats().worker_pid if isinstance(optimizer, ZenFlow) else None
-            meter = Meter(prepared.device, 0, config.steps, pid)
-            seen = _Seen(prepared.data.train)
-            listener = _Listener(config, meter)
-            data = replace(prepared.data, train=Watched(seen, meter))
-            ending = _Ending(engine, prepared.device)
-            Loop(config, model, data, ending, listener, StepTimer(prepared.device)).run()
-            records = optimizer.records(wait=True) if isinstance(optimizer, ZenFlow) else None
-            run = _run(side, config, place, (weights, seen.digest), meter, listener, records, ending)
-            checks = _checks(run) + ([] if scratch is None else check_saving(side, model, optimizer, scratch))
-            return Finished(run, checks, prepared.record)
-    finally:
-        del model, prepared
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
+        optimizer = engine._optimizer  # the optimizer itself: it has state, records and a process
+        pid = optimizer.stats().worker_pid if isinstance(optimizer, ZenFlow) else None
+        meter = Meter(prepared.device, 0, config.steps, pid)
+        seen = _Seen(prepared.data.train)
+        listener = _Listener(config, meter)
+        data = replace(prepared.data, train=Watched(seen, meter))
+        ending = _Ending(engine, prepared.device)
+        Loop(config, model, data, ending, listener, StepTimer(prepared.device)).run()
+        records = optimizer.records(wait=True) if isinstance(optimizer, ZenFlow) else None
+        run = _run(side, config, place, (weights, seen.digest), meter, listener, records, ending)
+        checks = _checks(run) + ([] if scratch is None else check_saving(side, model, optimizer, scratch))
+        return Finished(run, checks, prepared.record)
 
 
 def digest(state: dict[str, Tensor]) -> str:

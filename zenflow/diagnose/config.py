@@ -21,7 +21,8 @@ class DiagnoseSettings:
 
 @dataclass
 class DiagnoseConfig(TrainConfig):
-    """A run without ZenFlow, measured. `steps`, `evaluate_every`, `log_every` and `trace` of the run have no effect."""
+    """A run without ZenFlow, measured. Of its settings steps, evaluate_every, log_every, trace and tracking have no
+    effect; `plot` is for the diagnosis' own picture."""
 
     diagnose: DiagnoseSettings = field(default_factory=DiagnoseSettings)
 

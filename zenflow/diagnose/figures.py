@@ -166,7 +166,11 @@ def summarise(measured: Measured) -> Figures:
         peak=None if memory is None else memory.peak,
         card=None if memory is None else memory.card,
         adamw_bytes=None if memory is None else ADAMW_BYTES * measured.parameters + memory.activations,
-        health=examine(measured.losses, measured.skipped_steps),
+        health=examine(
+            measured.losses,
+            measured.skipped_steps,
+            [loss for loss in (measured.validation_before, measured.validation_after) if loss is not None],
+        ),
     )
 
 

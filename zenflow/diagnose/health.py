@@ -38,8 +38,11 @@ class LossHealth:
     faults: tuple[str, ...]
 
 
-def examine(losses: Sequence[float], skipped_steps: int = 0) -> LossHealth:
-    """The health of a run; with no losses at all there is nothing to find a fault with."""
+def examine(losses: Sequence[float], skipped_steps: int = 0, held_out: Sequence[float] = ()) -> LossHealth:
+    """The health of a run; with no losses at all there is nothing to find a fault with.
+
+    held_out: losses of evaluations, of which it is asked only whether they are finite.
+    """
     finite = [loss for loss in losses if math.isfinite(loss)]
     change = slope(finite) * max(0, len(finite) - 1)
     noise = spread([b - a for a, b in pairwise(finite)]) / math.sqrt(2) if len(finite) > 1 else 0.0
@@ -49,6 +52,8 @@ def examine(losses: Sequence[float], skipped_steps: int = 0) -> LossHealth:
     faults = []
     if bad:
         faults.append(f"{bad} of {len(losses)} losses are not finite")
+    if not all(map(math.isfinite, held_out)):
+        faults.append("the held-out loss is not finite")
     if finite and change > max(2 * noise, RISE * abs(statistics.median(finite))):
         faults.append(f"the loss rises by {change:.3g} over {len(losses)} steps")
     if spikes > max(2, MAX_SPIKES * len(losses)):

@@ -44,6 +44,9 @@ def diagnose(config: DiagnoseConfig, folder: Path, *, part_of_sweep: bool = Fals
         check(config, folder)
         result, record = _measure(config)
         _leave(result, record | {"diagnose": plain(chosen)}, folder)
+        if config.plot:
+            _draw(result, folder)
+        log.info("everything is in %s", folder)
         return result.figures.median
     except InputError as error:
         if part_of_sweep:
@@ -147,11 +150,13 @@ def _leave(result: Result, settings: dict[str, Any], folder: Path) -> None:
     text = result.text()
     (folder / "diagnosis.txt").write_text(text, encoding="utf-8")
     (folder / "diagnosis.json").write_text(result.json(settings=settings, machine=facts()), encoding="utf-8")
+    print(text)
+
+
+def _draw(result: Result, folder: Path) -> None:
     try:
         from zenflow.diagnose.picture import save_picture
 
         save_picture(result, folder / "diagnosis.png")
     except ImportError as error:
         log.info("no picture: %s (the extra `plot`)", error)
-    print(text)
-    log.info("everything is in %s", folder)
