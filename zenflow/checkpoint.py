@@ -268,6 +268,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     """Take over a checked state: owners, masters, moments, t, partial sums, clock; masters win over weights."""
     adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
+    pipeline.sender.finish_copies()  # raw gradients may be on their way into the lanes that a loaded window takes
     pipeline.make_visible()
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])

@@ -95,6 +95,11 @@ class WorkerClient:
         return done >= seq
 
     @property
+    def threads(self) -> int:
+        """Threads of its latest pass, 0 before the first."""
+        return self.header.threads
+
+    @property
     def closed(self) -> bool:
         """Whether `close()` has run."""
         return not self._stop.alive

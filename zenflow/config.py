@@ -101,7 +101,8 @@ class ZenFlowConfig:
     """Clip the gradient's global norm to this on the device; None: no clipping."""
 
     worker_threads: int | Literal["auto"] = "auto"
-    """Threads of the CPU optimizer; auto: one for each of its cores."""
+    """Threads of the CPU optimizer. auto: one for each of its cores; where they are its own, no more than each window's
+    time asks for, because all of them together take the memory bandwidth that launching kernels needs."""
 
     core_binding: bool | Literal["auto"] = "auto"
     """Give trainer and worker disjoint cores; auto: only where the parameters are on a GPU."""

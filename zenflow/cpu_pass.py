@@ -146,7 +146,7 @@ class SegmentPass:
         self._plans = np.zeros(len(matrices), dtype=PLAN)
         addresses = [pieces.ctypes.data for pieces in self._pieces]
         self._calls = [
-            (self._arrays.ctypes.data, address, len(pieces), self._plans.ctypes.data, threads)
+            (self._arrays.ctypes.data, address, len(pieces), self._plans.ctypes.data)
             for address, pieces in zip(addresses, self._pieces, strict=True)
         ]
 
@@ -163,7 +163,7 @@ class SegmentPass:
     def run(self, bucket: int) -> None:
         """Update master and moments of the bucket's pieces by their matrices' plans, and round the masters to `out`."""
         if self.library is not None:
-            self.library.run_pass(*self._calls[bucket])
+            self.library.run_pass(*self._calls[bucket], self.threads)
             return
         for piece in self.buckets[bucket]:
             self._run_in_torch(piece)

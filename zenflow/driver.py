@@ -1,4 +1,4 @@
-"""What a CUDA stream can do that torch does not offer: wait for a word in host memory, and write one.
+"""What a CUDA stream can do that torch does not offer, or not cheaply: wait for a word in host memory, write one, copy.
 
 Through the driver's `cuStreamWaitValue64` and `cuStreamWriteValue64`. A stream that waits holds no host thread, so the
 thread that launches kernels goes on; whoever makes a stream wait must see to it that the word comes, whatever happens.
@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: goes on once int64(word - value) >= 0
 _NOTHING = nullcontext()
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # private, so never relied on
 _NAMES = ("cuStreamWaitValue64", "cuStreamWriteValue64")
 
 
@@ -28,6 +30,8 @@ class StreamWords:
         self._device = device  # the driver takes words and streams of the current one alone
         # The versions that need no module parameter; before CUDA 12 the plain names are the only ones.
         self._wait, self._write = (_function(library, name) for name in _NAMES)
+        self._copy = library.cuMemcpyHtoDAsync_v2
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
     def device_address(self, host_address: int) -> int:
         """Where the device sees a word that `cudaHostRegister` has locked."""
@@ -46,6 +50,14 @@ class StreamWords:
         """`stream` writes the word after all that is queued on it now has become visible to the host."""
         with self._current():
             _check(_NAMES[1], self._write(stream.cuda_stream, address, value, 0))
+
+    def copy_to_device(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
+        """Queue a copy from contiguous, page-locked `source`; torch's own costs the host several times as much."""
+        nbytes = source.nbytes
+        assert target.nbytes == nbytes, (target.shape, source.shape)
+        with self._current():
+            code = self._copy(target.data_ptr(), source.data_ptr(), nbytes, stream.cuda_stream)
+        _check("cuMemcpyHtoDAsync", code)
 
     def _current(self) -> AbstractContextManager[object]:
         """The device as the current one; to ask costs less than to change it."""
@@ -72,6 +84,15 @@ def stream_words(device: torch.device) -> StreamWords | None:
         return None
     stream.synchronize()
     return words if word.item() == 1 else None
+
+
+def current_stream_number(device: torch.device) -> int:
+    """Which stream is current, for comparison; 0 for a CPU. Asked at every gradient, so without making an object."""
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
 
 
 def _function(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:

@@ -9,7 +9,7 @@ import numpy as np
 from zenflow import native
 from zenflow.arena import Arena
 
-MAGIC, VERSION = 0x5A454E464C4F5721, 2
+MAGIC, VERSION = 0x5A454E464C4F5721, 3
 TEXT_BYTES = 8192
 
 
@@ -19,9 +19,9 @@ class Header:
     # done and the worker's own counters lie on separate cache lines: the trainer polls the first.
     DTYPE = np.dtype(
         {
-            "names": ["magic", "version", "done", "heartbeat", "busy_ns", "failed", "text_bytes", "text"],
-            "formats": ["u8"] * 7 + [f"V{TEXT_BYTES}"],
-            "offsets": [0, 8, 64, 128, 136, 192, 200, 256],
+            "names": ["magic", "version", "done", "heartbeat", "busy_ns", "threads", "failed", "text_bytes", "text"],
+            "formats": ["u8"] * 8 + [f"V{TEXT_BYTES}"],
+            "offsets": [0, 8, 64, 128, 136, 144, 192, 200, 256],
             "itemsize": 256 + TEXT_BYTES,
         }
     )
@@ -67,6 +67,15 @@ class Header:
     def busy_seconds(self) -> float:
         """Time that the worker has spent in processing slots."""
         return int(self._words["busy_ns"][0]) / 1e9 if self._words else self._last[1]
+
+    @property
+    def threads(self) -> int:
+        """Threads of the worker's latest pass; 0 before the first, and after `close()`."""
+        return int(self._words["threads"][0]) if self._words else 0
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._words["threads"][0] = threads
 
     @property
     def heartbeat(self) -> float:

@@ -112,10 +112,14 @@ def _bus_id(device: torch.device) -> str | None:
 
 
 def _start_worker(pipeline: Pipeline) -> WorkerClient:
-    config, cores = pipeline.config, _plan(pipeline)
-    settings = WorkerSettings(deferred_rule=config.deferred_rule, deferred_lr_scale=config.deferred_lr_scale)
+    config, cores, bind = pipeline.config, _plan(pipeline), _binds(pipeline)
+    settings = WorkerSettings(
+        deferred_rule=config.deferred_rule,
+        deferred_lr_scale=config.deferred_lr_scale,
+        adapt_threads=bind and config.worker_threads == "auto",
+    )
     client = WorkerClient(settings=settings, cores=cores.worker_cores, threads=cores.worker_threads)
-    if _binds(pipeline):
+    if bind:
         cores.bind_trainer()
         # More threads than cores would spin against each other in every host operation.
         pipeline.unbound_threads = torch.get_num_threads()

@@ -180,6 +180,7 @@ class ZenFlow(torch.optim.Optimizer):
             bytes_to_device=telemetry.bytes_to_device,
             host_bytes=pipeline.host_bytes,
             worker_busy_seconds=0.0 if client is None else client.busy_seconds,
+            worker_threads=0 if client is None else client.threads,
             worker_pid=None if client is None else client.worker_pid,
         )
 

@@ -171,7 +171,7 @@ class Pipeline:
         """Send this window and show the one before; the staleness of what became visible, None if nothing did."""
         due = bool(self.uploads.pending)
         self.uploads.queue_rest()
-        sent = self._send_window()
+        sent = self._send_window(urgent=plan.synchronous or plan.selects)
         self._land()
         self.uploads.pending = sent
         candidates = self._candidates() if plan.selects else []
@@ -190,10 +190,10 @@ class Pipeline:
             return 0
         return 1 if due else None
 
-    def _send_window(self) -> list[Sent]:
+    def _send_window(self, urgent: bool) -> list[Sent]:
         sent = self.sender.send_window(
             self.storages, self.clock.state.window, self.control.window_log,
-            np.array(self.hyper_log), np.array(self.present_log),
+            np.array(self.hyper_log), np.array(self.present_log), urgent,
         )  # fmt: skip
         self.counters["windows"] += 1
         self.hyper_log, self.present_log = [], []
@@ -261,7 +261,7 @@ class Pipeline:
         self.make_visible()
         if self.hyper_log:
             self.stepping = True  # a window that is sent in part is as bad as a step that is
-            self.uploads.pending = self._send_window()
+            self.uploads.pending = self._send_window(urgent=True)
             self.clock.end_window()
             self.stepping = False
         self.wait_for_worker()

@@ -35,6 +35,10 @@ class SegmentWork:
         self._pass = SegmentPass(arrays, segment.matrices, pieces, threads=threads, library=library)
         self._plans: WindowPlans | None = None
 
+    def set_threads(self, threads: int) -> None:
+        """For the passes from now on."""
+        self._pass.threads = threads
+
     def process(self, bucket: int, seq: int, turn: int) -> None:
         """Update the bucket's part of master, moments and shadow, and t where a matrix ends. TornSlotError."""
         slot = self.memory.read_slot(bucket, seq, turn)

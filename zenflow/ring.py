@@ -53,6 +53,7 @@ class WorkerSettings:
 
     deferred_lr_scale: str | float = "linear"  # "linear" | "none" | factor; of `accumulate` only
     deferred_rule: str = "accumulate"  # "accumulate" | "replay", which needs a ring with a lane a step
+    adapt_threads: bool = False  # take no more threads than each window's time asks for, see `Pace`
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Layout:
     def of(cls, segment: Segment) -> Layout:
         """The layout for a segment's longest window, its groups and its matrices."""
         steps, groups, matrices = segment.max_steps, segment.n_groups, len(segment.matrices)
-        present = 24 + 40 * steps * groups
+        present = 32 + 40 * steps * groups
         crc = _up(present + steps * matrices, 8)
         device = _up(crc + 8, 64)
         window = {
@@ -75,7 +76,8 @@ class Layout:
             "window": ("u8", 8),
             "segment": ("u4", 16),
             "n_steps": ("u4", 20),
-            "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 24),
+            "urgent": ("u4", 24),
+            "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 32),
             "present": (("u1", (steps, matrices)), present),
             "crc": ("u8", crc),
             "device_log": (("i4", (log_words(steps),)), device),
@@ -197,15 +199,26 @@ class SegmentMemory:
         """Set `ready` with release: for a trainer whose payload is written by the CPU."""
         native.store_release(self._ready[turn][bucket], seq)
 
-    def write_slot(self, bucket: int, seq: int, window: int, n_steps: int, hyper: ArrayLike, present: ArrayLike) -> int:
+    def write_slot(
+        self,
+        bucket: int,
+        seq: int,
+        window: int,
+        n_steps: int,
+        hyper: ArrayLike,
+        present: ArrayLike,
+        urgent: bool = False,
+    ) -> int:
         """Write the host part of a slot: hyper `[n_steps, n_groups or more, 5]`, present `[n_steps, n_matrices]`.
+
+        urgent: the trainer waits for this window's result.
 
         The turn that it took. Buckets come in order; the first writes it for all of them, the others only take part.
         AssertionError if the worker has not finished with that turn's last window, or a bucket is out of order.
         """
         turn = self.turn(bucket)
         if bucket == 0:
-            self._write_window(turn, seq, window, n_steps, hyper, present)
+            self._write_window(turn, seq, window, n_steps, hyper, present, urgent)
         else:
             assert self._uses[bucket] + 1 == self._uses[bucket - 1], f"bucket {bucket} before bucket {bucket - 1}"
             expected = self._last_seq[turn] - len(self._uses) + 1 + bucket
@@ -214,7 +227,14 @@ class SegmentMemory:
         return turn
 
     def _write_window(
-        self, turn: int, seq: int, window: int, n_steps: int, hyper: ArrayLike, present: ArrayLike
+        self,
+        turn: int,
+        seq: int,
+        window: int,
+        n_steps: int,
+        hyper: ArrayLike,
+        present: ArrayLike,
+        urgent: bool,
     ) -> None:
         assert self.header is not None, "attach the memory to a worker first"
         last = self._last_seq[turn]
@@ -223,10 +243,15 @@ class SegmentMemory:
         fields = self._fields
         fields["seq"][turn], fields["window"][turn] = seq, window
         fields["segment"][turn], fields["n_steps"][turn] = self.segment.index, n_steps
+        fields["urgent"][turn] = urgent
         fields["hyper"][turn, :n_steps] = np.asarray(hyper, dtype=np.float64)[:n_steps, : self.segment.n_groups]
         fields["present"][turn, :n_steps] = np.asarray(present)[:n_steps]
         fields["crc"][turn] = zlib.crc32(self._host[turn])
         self._last_seq[turn] = seq + len(self._uses) - 1
+
+    def is_urgent(self, turn: int) -> bool:
+        """Whether the trainer waits for the result of this turn's window."""
+        return bool(self._fields["urgent"][turn])
 
     def read_slot(self, bucket: int, seq: int, turn: int) -> Slot:
         """The content of a slot whose `ready` is `seq`; TornSlotError, naming the slot, if its parts disagree."""

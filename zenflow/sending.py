@@ -92,8 +92,12 @@ class Sender:
         window_log: Tensor,
         hyper: np.ndarray,
         present: np.ndarray,
+        urgent: bool,
     ) -> list[Sent]:
-        """Queue all buckets of a window: scalars `[steps, groups, 5]`, presence bool `[steps, records]`."""
+        """Queue all buckets of a window: scalars `[steps, groups, 5]`, presence bool `[steps, records]`.
+
+        urgent: its result is waited for, so the worker shall take all its threads.
+        """
         if not storages:
             return []
         self._free_records()
@@ -106,7 +110,7 @@ class Sender:
                 members = present[:, storage.indices]
                 for bucket in storage.segment.buckets:
                     seq = self.sent + len(sent) + 1
-                    turn = storage.memory.write_slot(bucket.index, seq, window, len(hyper), hyper, members)
+                    turn = storage.memory.write_slot(bucket.index, seq, window, len(hyper), hyper, members, urgent)
                     sent.append(Sent(storage, bucket, seq, turn, window))
                     if bucket.index == 0:
                         self._copy(storage.logs[turn], window_log)

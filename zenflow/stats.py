@@ -29,4 +29,5 @@ class Stats:
     bytes_to_device: int
     host_bytes: int
     worker_busy_seconds: float
+    worker_threads: int
     worker_pid: int | None

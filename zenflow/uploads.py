@@ -27,7 +27,7 @@ from torch import Tensor
 from zenflow.arrivals import Arrivals
 from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
-from zenflow.driver import stream_words
+from zenflow.driver import current_stream_number, stream_words
 from zenflow.geometry import Bucket
 from zenflow.storage import ParamRecord, Pins, SegmentStorage, tell_autograd
 from zenflow.telemetry import Telemetry
@@ -148,15 +148,15 @@ class Uploads:
         if count > passes:
             self._refuse_late_gradient(index, count, passes, jobs)
         elif count == passes:
-            stream = None if self.stream is None else torch.cuda.current_stream(self._device)
+            stream = current_stream_number(self._device)
             for job in jobs:
                 job.left -= 1
                 # Gradients from several streams: this one's event would not cover them all.
-                job.late |= job.stream is not None and job.stream != stream
+                job.late |= job.stream not in (None, stream)
                 job.stream = stream
                 if job.left == 0 and not job.late:
                     self._begun = True
-                    self._take_over(job.sent, stream)
+                    self._take_over(job.sent)
 
     def _refuse_late_gradient(self, index: int, count: int, passes: int, jobs: Sequence[_Job]) -> None:
         for job in jobs:
@@ -169,7 +169,7 @@ class Uploads:
                 "zero_grad(), needs upload='step'"
             )
 
-    def _take_over(self, sent: Sent, stream: torch.cuda.Stream | None) -> None:
+    def _take_over(self, sent: Sent) -> None:
         members = sent.storage.members[sent.bucket.index]
         if any(self._records[index].is_foreign for index in members):
             return  # step() finds out first what has become of these weights
@@ -179,8 +179,9 @@ class Uploads:
             self._held.update(members)
             sent.storage.weights[sent.bucket.start : sent.bucket.stop].fill_(float("nan"))
         elif self._may_wait(sent):
-            if stream is not None:
-                self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], stream))
+            if self.stream is not None:
+                compute = torch.cuda.current_stream(self._device)
+                self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], compute))
             self._held.update(members)
             tell_autograd(self._records[index] for index in members)
             self._upload(sent)
@@ -199,10 +200,14 @@ class Uploads:
 
     def _copy(self, sent: Sent) -> None:
         storage, bucket = sent.storage, sent.bucket
-        shadow = storage.shadow[bucket.start : bucket.stop]
-        where = span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window)
-        with torch.cuda.stream(self.stream), where:
-            storage.weights[bucket.start : bucket.stop].copy_(shadow, non_blocking=True)
+        part = slice(bucket.start, bucket.stop)
+        weights, shadow = storage.weights[part], storage.shadow[part]
+        with span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window):
+            if self._words is not None:
+                self._words.copy_to_device(self.stream, weights, shadow)
+            else:
+                with torch.cuda.stream(self.stream):
+                    weights.copy_(shadow, non_blocking=True)
         if self.stream is not None:
             _record(storage.uploaded[bucket.index], self.stream)
         self._telemetry.add(bytes_to_device=shadow.nbytes)
@@ -295,7 +300,7 @@ class _Job:
     sent: Sent
     left: int
     late: bool = False  # step() has to take it
-    stream: torch.cuda.Stream | None = None
+    stream: int | None = None  # that all gradients so far came on
 
 
 @cache

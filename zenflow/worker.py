@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from zenflow import exchange, native
 from zenflow.geometry import Segment
 from zenflow.header import Header
+from zenflow.pace import Pace
 from zenflow.planning import SegmentWork
 from zenflow.ring import SegmentMemory, TornSlotError, WorkerSettings
 
@@ -35,13 +36,15 @@ class Worker:
 
     control: the socket of messages and descriptors; header: the counters that the trainer reads; parent: the trainer's
     id. connection: messages of `control`; settings, threads: as the trainer has sent them; library: the compiled pass,
-    if there is one; position: in `route`, the place whose slot is due; done: slots processed; running: false ends it.
+    if there is one; pace: the threads of each window; position: in `route`, the place whose slot is due; done: slots
+    processed; running: false ends it.
     """
 
     def __init__(self, control: socket.socket, header: Header, parent: int) -> None:
         self.control, self.header, self.parent = control, header, parent
         self.connection = Connection(os.dup(control.fileno()))
         self.settings, self.threads = WorkerSettings(), 1
+        self.pace = Pace(1, adapt=False)
         self.library = native.load()
         self.route: list[Place] = []  # a window: every bucket of every segment, in sending order
         self.position = 0
@@ -90,12 +93,20 @@ class Worker:
     def _process(self) -> None:
         started = time.monotonic_ns()
         place = self.route[self.position]
+        if self.position == 0:
+            self._take_threads(self.pace.begin(started, place.work.memory.is_urgent(place.turn)))
         place.work.process(place.bucket, self.done + 1, place.turn)
         self.done += 1
         finished = place.finish(self.done, started)
         self.position = (self.position + 1) % len(self.route)
+        self.pace.worked(finished - started)
         self.header.beat()
         self.header.finish(self.done, finished - started)
+
+    def _take_threads(self, threads: int) -> None:
+        for work in {place.work: None for place in self.route}:
+            work.set_threads(threads)
+        self.header.threads = threads
 
     def _receive(self, timeout: float) -> None:
         """Handle a message if one comes within `timeout` seconds; end if the trainer is gone."""
@@ -122,6 +133,7 @@ class Worker:
         # Before the first parallel region: threads inherit the mask.
         os.sched_setaffinity(0, cores)
         self.settings, self.threads = settings, threads
+        self.pace = Pace(threads, settings.adapt_threads)
         if self.library is None:
             import torch
 

@@ -21,7 +21,7 @@ from zenflow_kernels.channels import (
 from zenflow_kernels.dispatch import tl, triton, uses_triton
 
 
-@triton.jit(do_not_specialize=["index_ptr", "rows", "n", "n_col_tiles"])
+@triton.jit(do_not_specialize=["index_ptr", "rows", "cols", "n", "n_col_tiles"])
 def _scatter_kernel(
     x_ptr, index_ptr,
     values_ptr,
