@@ -68,7 +68,7 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
     if figures.data_share >= max(limits.data_share, stall_share):
         return (
             DATA,
-            f"The device waits {_ms(figures.data)} a step ({figures.data_share:.0%}) for the next batch.",
+            f"The device waits {_ms(figures.data)} a step ({figures.data_share:.1%}) for the next batch.",
             "Load the data faster (workers, prefetch, tokenising ahead); ZenFlow does not change this wait.",
             None,
         )
@@ -83,7 +83,7 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
     if offloads and figures.stall_share is None and figures.optimizer_share >= limits.stall_share:
         return (
             INCONCLUSIVE,
-            f"The optimizer takes {figures.optimizer_share:.0%} of a step, and keeps no record of how much of that the "
+            f"The optimizer takes {figures.optimizer_share:.1%} of a step, and keeps no record of how much of that the "
             "device waits.",
             "Measure the same job with zenflow-diagnose engine=zero_offload, which does.",
             None,
@@ -92,7 +92,7 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
         return _offload_bound(figures, parameters, limits)
     return (
         COMPUTE,
-        f"Waiting for data takes {figures.data_share:.0%} and for CPU or PCIe {stall_share:.0%} of a step; the rest, "
+        f"Waiting for data takes {figures.data_share:.1%} and for CPU or PCIe {stall_share:.1%} of a step; the rest, "
         f"{_ms(figures.compute + figures.optimizer)}, is the device's own work or the launching of it.",
         "Look at kernels, batch size, compilation and communication; less waiting for the CPU would change little.",
         None,
@@ -111,7 +111,7 @@ def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Dec
     )
     return (
         OFFLOAD,
-        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.0%}) for the CPU or for PCIe.",
+        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe.",
         f"Try ZenFlow: {advice.overrides}. By these measurements {fit}. That is an estimate: the work is hidden under "
         "compute where it fits, not gone, and speed and quality are known only after zenflow-compare.",
         advice,
@@ -144,9 +144,9 @@ def _remarks(figures: Figures, kind: str, limits: Thresholds) -> Iterator[str]:
     if not figures.health.falling:
         yield "The loss does not fall over these steps; whether the training works is not shown."
     if kind != DATA and figures.data_share >= limits.data_share:
-        yield f"Waiting for batches takes {figures.data_share:.0%} of a step."
+        yield f"Waiting for batches takes {figures.data_share:.1%} of a step."
     if kind != OFFLOAD and (figures.stall_share or 0.0) >= limits.stall_share:
-        yield f"Waiting for CPU or PCIe takes {figures.stall_share:.0%} of a step."
+        yield f"Waiting for CPU or PCIe takes {figures.stall_share:.1%} of a step."
     if figures.utilisation is not None:
         yield (
             f"NVML calls the device {figures.utilisation:.0%} utilised; that alone says nothing about speed or quality."
