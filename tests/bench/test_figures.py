@@ -27,6 +27,7 @@ def result(mean_ms: float, **changes: Any) -> dict[str, Any]:
         "first_totals": {},
         "totals": {},
         "host_bytes": None,
+        "worker_threads": None,
         "peak_bytes": 50_000,
         "host_growth_bytes": 2_000,
         "machine_growth_bytes": 3_000,

@@ -78,6 +78,7 @@ MEASURED = {
     "first_totals": {},
     "totals": {},
     "host_bytes": None,
+    "worker_threads": None,
     "peak_bytes": None,
     "host_growth_bytes": 0,
     "machine_growth_bytes": 0,

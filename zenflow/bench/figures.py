@@ -51,6 +51,7 @@ def row_of(job: Job, result: dict[str, Any]) -> Row:
         "skipped_steps": totals.get("skipped_steps"),
         "peak_bytes": result["peak_bytes"],
         "host_bytes_a_parameter": None if result["host_bytes"] is None else result["host_bytes"] / parameters,
+        "worker_threads": result["worker_threads"],
         "host_growth_bytes": result["host_growth_bytes"],
         "machine_growth_bytes": result["machine_growth_bytes"],
         "tokens_a_second": 1e3 * job.batch * job.length / result["mean_ms"],

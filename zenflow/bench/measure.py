@@ -48,6 +48,7 @@ def measure(job: Job) -> dict[str, Any]:
         "first_totals": first_totals,
         "totals": {name: totals[name] - start[name] for name in totals.keys() & start.keys()},
         "host_bytes": totals.get("host_bytes"),
+        "worker_threads": totals.get("worker_threads"),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "loss_first": losses[0],
         "loss_last": statistics.fmean(losses[-4:]),

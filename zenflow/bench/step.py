@@ -23,6 +23,7 @@ from zenflow.bench.variants import Variant
 from zenflow.cores import physical_cores, plan_cores
 
 WARM_UP_WINDOWS = 2
+SETTLING_WINDOWS = 6  # of ZenFlow, whose worker finds its number of threads meanwhile
 SELECTION_PERIODS = 3
 
 
@@ -120,8 +121,9 @@ class Session:
 
 
 def job_for(args: Namespace, trainer: str, label: str, window: int, settings: dict, **changes) -> Job:
-    """A job of whole windows: `WARM_UP_WINDOWS` of them first, at least 8 steps, no selection after the first."""
-    warm_up = max(WARM_UP_WINDOWS * window, -(-8 // window) * window)
+    """A job of whole windows, after some that do not count, of at least 8 steps; no selection after the first."""
+    windows = SETTLING_WINDOWS if trainer == "zenflow" else WARM_UP_WINDOWS
+    warm_up = max(windows * window, -(-8 // window) * window)
     steps = args.windows * window
     if trainer in ("zenflow", "sync"):
         settings = {"select_interval": 10 * (warm_up + steps), **settings}

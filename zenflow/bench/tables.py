@@ -36,7 +36,8 @@ REMARK = Column("remark", "note")
 LEGEND = """\
 mean: wall time over whole windows; median and p95: from a step's end to the next one's. Floor: the mean of both.
 Stall removed: 1 - (mean - floor) / (mean of sync - floor); by clock: 1 - stall / stall of sync. M: 2 bytes a parameter.
-B/p: bytes a parameter; host: shared memory that the engine counts; processes and machine: growth over the floor's."""
+B/p: bytes a parameter; host: shared memory that the engine counts; processes and machine: growth over the floor's.
+Threads: of the worker in its last window."""
 
 STEP = (
     Column("trainer", "label"),
@@ -55,6 +56,7 @@ STEP = (
     Column("processes B/p", "process_bytes_over_floor", number(2)),
     Column("machine B/p", "machine_bytes_over_floor", number(2)),
     Column("worker ms/window", "worker_ms_a_window", number(1)),
+    Column("threads", "worker_threads", number(0)),
     Column("tokens/s", "tokens_a_second", number(0)),
     Column("first loss", "loss_first", number(3)),
     Column("last loss", "loss_last", number(3)),
