@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 
 import pytest
+import torch
 
 from zenflow import ZenFlowConfig
 from zenflow.bench.command import main
@@ -67,6 +68,12 @@ def test_an_unknown_setting_names_every_allowed_one():
         (["step", "--contention", "100000"], "'100000'; allowed: an integer from 1 to"),
         (["memory", "--threads", "-1"], "threads"),
         ([], "required"),
+        (["step", "--out", "/proc/none"], "'/proc/none'"),
+        pytest.param(
+            ["step", "--device", "cuda"],
+            "torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_bad_arguments_end_before_anything_runs(words, said, capsys):

@@ -67,7 +67,7 @@ def _add_step(step: ArgumentParser) -> None:
     _add_tables(step)
     run = step.add_argument_group("run")
     run.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), metavar="PATH", help="run before measuring")
-    run.add_argument("--out", type=Path, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    run.add_argument("--out", type=_folder, metavar="FOLDER", help="default: bench-results/DATE_TIME")
     run.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a trainer (600)")
     run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
 
@@ -80,7 +80,7 @@ def _add_model(step: ArgumentParser) -> None:
     model.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     model.add_argument("--clip", type=_positive, default=1.0, metavar="X", help="gradient norm (default: 1.0)")
     model.add_argument("--lr", type=_positive, default=1e-5, metavar="X", help="learning rate (default: 1e-5)")
-    model.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    model.add_argument("--device", type=_device, default="auto", metavar="{auto,cuda,cpu}")
 
 
 def _add_trainers(step: ArgumentParser) -> None:
@@ -163,6 +163,27 @@ def _cores(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= last:
         raise ArgumentTypeError(f"{text!r}; allowed: an integer from 1 to {last}, one core less than there are")
     return int(text)
+
+
+def _device(text: str) -> str:
+    """auto, cpu, or cuda where torch sees one: asked before the tests run."""
+    if text == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ArgumentTypeError("'cuda', and torch sees no CUDA device here; allowed: auto, cpu")
+    elif text not in ("auto", "cpu"):
+        raise ArgumentTypeError(f"{text!r}; allowed: auto, cuda, cpu")
+    return text
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"{text!r}, which cannot be made ({error.strerror}); allowed: a folder") from error
+    return folder
 
 
 def _variant(text: str) -> Variant:
