@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,10 @@ def test_our_own_grow():
     while cpu_seconds(os.getpid()) == before:
         sum(range(10_000))
     assert cpu_seconds(os.getpid()) > before
+
+
+@pytest.mark.parametrize("name", ["diagnose", "compare"])
+def test_the_command_and_its_package_are_installed(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"][f"zenflow-{name}"] == f"zenflow_experiments.{name}:main"
+    assert f"zenflow.{name}" in project["tool"]["setuptools"]["packages"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 from zenflow.compare.criteria import MET, MISSED, OPEN
 from zenflow.compare.curve import Run
@@ -12,6 +13,7 @@ from zenflow.compare.judge import Judgement
 
 COLORS = {"a": "#9aa5b1", "b": "#1d4ed8"}
 STATES = {MET: "#15803d", MISSED: "#c2410c", OPEN: "#a16207"}
+COLUMNS = 130
 WIDEST = 1.0  # of a's value: an interval beyond it is cut off, so that the others can be read
 
 
@@ -33,7 +35,7 @@ def save_picture(judgement: Judgement, runs: Sequence[Run], sides: dict[str, str
     for axis in (steps, times, system, evidence):
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    words = "\n".join(f"{side}: {words}" for side, words in sides.items())
+    words = "\n".join(fill(f"{side}: {words}", COLUMNS, break_on_hyphens=False) for side, words in sides.items())
     figure.suptitle(f"{judgement.verdict}\n{words}", x=0.01, ha="left", fontsize=11)
     for side in sides:
         steps.plot([], [], color=COLORS[side], marker="o", label=side)
@@ -67,6 +69,7 @@ def _draw_criteria(axis, judgement: Judgement) -> None:
         )  # fmt: skip
         axis.plot([100 * item.limit] * 2, [place - 0.3, place + 0.3], color="#374151", linewidth=1)
     axis.set_yticks(range(len(judgement.criteria)), [f"{item.name}\n({item.state})" for item in judgement.criteria])
-    axis.margins(y=0.15)
+    axis.margins(x=0.25, y=0.15)
+    axis.locator_params(axis="x", nbins=6)
     axis.invert_yaxis()
     axis.set_xlabel("b against a, %: 95% intervals, and where they have to lie")
