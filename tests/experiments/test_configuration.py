@@ -104,6 +104,7 @@ def test_a_typo_a_type_or_an_unknown_word_is_one_sentence_when_composed(override
         ("model=minilm", ["no labels", "model.kind=encoder"]),
         ("data=snippets", ["has labels", "model=minilm"]),
         ("data.max_length=100000000", ["data.max_length=100000000", "tokens"]),
+        ("engine.backward_passes_per_step=2", ["engine.backward_passes_per_step is 2", "accumulate is, 1"]),
         ("engine.deferred_rule=replay", ["engine.deferred_rule", "replay", "accumulate_on='host'"]),
         ("engine.accumulate_on=host engine.ring_dtype=float32", ["engine.ring_dtype", "float32", "auto"]),
         ("engine.backward_passes_per_step=0", ["engine.backward_passes_per_step", "0", ">= 1"]),

@@ -57,6 +57,11 @@ def check(config: TrainConfig, folder: Path) -> None:
         raise InputError("device=cuda, but torch finds no GPU here; use device=cpu or device=auto.")
     if isinstance(config.engine, ZenFlowEngine):
         zenflow_config(config.engine, config.optimizer, steps_per_epoch=1)
+        passes, accumulate = config.engine.backward_passes_per_step, config.accumulate
+        if passes not in (None, accumulate):
+            raise InputError(
+                f"engine.backward_passes_per_step is {passes}; allowed: null or what accumulate is, {accumulate}."
+            )
     elif not isinstance(config.engine, AdamWEngine):
         raise InputError("No engine was chosen; allowed: a ZenFlowEngine or an AdamWEngine.")
     _check_trace(config)
