@@ -11,10 +11,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from zenflow.compare.config import CompareConfig, words_of
-from zenflow.diagnose.command import run_as
 from zenflow.training.errors import InputError
-from zenflow.training.schema import run_job
+from zenflow.training.schema import run_command, run_job
 
+NAME = "zenflow-compare"
 HERE = Path(__file__).resolve().parent
 CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folder / "compare.yaml").is_file())
 
@@ -26,11 +26,11 @@ def job(cfg: DictConfig) -> float:
     try:
         words = {side: words_of(side, cfg[side]) for side in ("a", "b")}
     except InputError as error:
-        sys.exit(str(error))
+        sys.exit(f"{NAME}: {error}")
     shared = list(HydraConfig.get().overrides.task)
     sides = {side: OmegaConf.to_object(compose("compare", [*shared, *words[side]])) for side in words}
     told = {side: " ".join(words[side]) for side in words}
-    return run_job(lambda config, folder, **how: compare(sides, told, folder, **how), cfg)
+    return run_job(lambda config, folder, **how: compare(sides, told, folder, **how), cfg, NAME)
 
 
 def quoted(word: str) -> str:
@@ -45,7 +45,7 @@ def quoted(word: str) -> str:
 def main() -> None:
     ConfigStore.instance().store(name="base_compare", node=CompareConfig)
     sys.argv[1:] = [quoted(word) for word in sys.argv[1:]]
-    run_as("zenflow-compare", job)
+    run_command(job, NAME)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from zenflow.diagnose.command import run_as
 from zenflow.diagnose.config import DiagnoseConfig
-from zenflow.training.schema import run_job
+from zenflow.training.schema import run_command, run_job
 
+NAME = "zenflow-diagnose"
 HERE = Path(__file__).resolve().parent
 CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folder / "diagnose.yaml").is_file())
 
@@ -18,12 +18,12 @@ CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folde
 def job(cfg: DictConfig) -> float:
     from zenflow.diagnose.run import diagnose
 
-    return run_job(diagnose, cfg)
+    return run_job(diagnose, cfg, NAME)
 
 
 def main() -> None:
     ConfigStore.instance().store(name="base_diagnose", node=DiagnoseConfig)
-    run_as("zenflow-diagnose", job)
+    run_command(job, NAME)
 
 
 if __name__ == "__main__":

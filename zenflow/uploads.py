@@ -16,6 +16,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -195,7 +196,10 @@ class Uploads:
         if self._words is not None:
             self._words.wait(self.stream, self._done, sent.seq)
         elif not self._client.finished(sent.seq):
-            self._telemetry.add(host_wait_seconds=self._client.wait_done(sent.seq, check=self._ask_device))
+            # On the CPU the trainer's thread is the device: while it waits, nothing is computed.
+            with self._telemetry.stall() if self.stream is None else nullcontext():
+                waited = self._client.wait_done(sent.seq, check=self._ask_device)
+            self._telemetry.add(host_wait_seconds=waited)
         self._copy(sent)
 
     def _copy(self, sent: Sent) -> None:

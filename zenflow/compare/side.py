@@ -43,11 +43,11 @@ class Finished:
 
 def run_side(side: str, config: CompareConfig, place: int, scratch: Path | None) -> Finished:
     """Train once. scratch: a folder in which saving is tried at the end; None leaves it out."""
-    prepared = training._prepare(config)
+    prepared = training.prepare(config)
     weights = digest(prepared.model.state_dict())
     model = prepared.model.to(prepared.device).train()
     with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
-        optimizer = engine._optimizer  # the optimizer itself: it has state, records and a process
+        optimizer = engine.optimizer  # the optimizer itself: it has state, records and a process
         pid = optimizer.stats().worker_pid if isinstance(optimizer, ZenFlow) else None
         meter = Meter(prepared.device, 0, config.steps, pid)
         seen = _Seen(prepared.data.train)
@@ -159,7 +159,7 @@ def _run(
         mean=statistics.fmean(times),
         tokens_per_second=sum(listener.tokens[first:]) / sum(times),
         data=statistics.fmean(part.data for part in timed),
-        stall=_stall(kept, on_cpu=ending.device.type == "cpu"),
+        stall=_mean(kept, "stall_seconds"),
         trainer_cpus=meter.trainer_cpu / meter.wall,
         worker_cpus=None if meter.worker_cpu is None else meter.worker_cpu / meter.wall,
         bytes_to_host=_mean(kept, "bytes_to_host"),
@@ -177,13 +177,6 @@ def _curve(parts: Sequence[StepParts], evaluations: Sequence[Evaluation], ending
     ends = [0.0, *accumulate(part.seconds for part in parts)]
     ends[-1] += ending
     return tuple(Point(found.step, ends[found.step], found.loss, found.accuracy) for found in evaluations)
-
-
-def _stall(records: Sequence[StepRecord] | None, on_cpu: bool) -> float | None:
-    """Where the trainer's thread is the device, its waiting is the device's."""
-    if records is None:
-        return None
-    return statistics.fmean(record.stall_seconds + on_cpu * record.host_wait_seconds for record in records)
 
 
 def _mean(records: Sequence[StepRecord] | None, name: str) -> float | None:

@@ -59,7 +59,7 @@ def diagnose(config: DiagnoseConfig, folder: Path, *, part_of_sweep: bool = Fals
 
 def _measure(config: DiagnoseConfig) -> tuple[Result, dict[str, Any]]:
     """The result, and the settings with every `auto` resolved."""
-    prepared = training._prepare(config)
+    prepared = training.prepare(config)
     model = prepared.model.to(prepared.device).train()
     with (
         _memory_error_told(config),
@@ -75,9 +75,7 @@ def _measure(config: DiagnoseConfig) -> tuple[Result, dict[str, Any]]:
 def _diagnosis(config: DiagnoseConfig, engine: Engine) -> Diagnosis:
     offloads = isinstance(config.engine, ZenFlowEngine)
     return Diagnosis(
-        engine._optimizer
-        if offloads
-        else engine,  # its records and its process's id; AdamW's step is timed from outside
+        engine.optimizer if offloads else engine,  # AdamW's step, with its norm, is timed from outside
         steps=config.diagnose.steps,
         warm_up=config.diagnose.warm_up,
         triad_bytes=config.diagnose.triad_bytes,

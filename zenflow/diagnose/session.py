@@ -141,11 +141,7 @@ class Diagnosis:
             return None
         deferred = [param for param in self._params() if is_deferred(optimizer.config, param)]
         return Offload(
-            # Where the trainer's thread is the device, its waiting is the device's.
-            stall=statistics.fmean(
-                record.stall_seconds + (record.host_wait_seconds if self._device.type == "cpu" else 0.0)
-                for record in records
-            ),
+            stall=statistics.fmean(record.stall_seconds for record in records),
             bytes_to_host=statistics.fmean(record.bytes_to_host for record in records),
             bytes_to_device=statistics.fmean(record.bytes_to_device for record in records),
             worker_busy=statistics.fmean(record.worker_busy_seconds for record in records),

@@ -63,10 +63,10 @@ class AdamW:
         self._masters = [
             weight if weight.dtype == torch.float32 else Parameter(weight.detach().float()) for weight in self._weights
         ]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
+        self.optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
         self._max_grad_norm = float("inf") if max_grad_norm is None else max_grad_norm
         self._norm = torch.zeros(())
-        self.param_groups = self._optimizer.param_groups
+        self.param_groups = self.optimizer.param_groups
 
     def step(self) -> None:
         copies = [(weight, master) for weight, master in zip(self._weights, self._masters, strict=True)]
@@ -74,7 +74,7 @@ class AdamW:
         for weight, master in copies:
             master.grad = None if weight.grad is None else weight.grad.float()
         self._norm = torch.nn.utils.clip_grad_norm_(self._masters, self._max_grad_norm)
-        self._optimizer.step()
+        self.optimizer.step()
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_([weight for weight, _ in copies], [master for _, master in copies])
@@ -108,38 +108,38 @@ class ZenFlowRun:
     def __init__(self, params: Iterable[Parameter], config: ZenFlowConfig, **settings: Any) -> None:
         from zenflow import ZenFlow
 
-        self._optimizer = ZenFlow(params, config=config, **settings)
-        self.param_groups = self._optimizer.param_groups
+        self.optimizer = ZenFlow(params, config=config, **settings)
+        self.param_groups = self.optimizer.param_groups
         self._last_record = 0  # the step whose record was given out last
 
     def step(self) -> None:
-        self._optimizer.step()
+        self.optimizer.step()
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def flush(self) -> None:
-        self._optimizer.flush()
+        self.optimizer.flush()
 
     def report(self) -> Report:
-        stats = self._optimizer.stats()
+        stats = self.optimizer.stats()
         return Report(**{item.name: getattr(stats, item.name) for item in fields(Report)})
 
     def records(self, wait: bool = False) -> list[StepRecord]:
         """The records that have become known since the last call, oldest first."""
-        known = self._optimizer.records(wait)
+        known = self.optimizer.records(wait)
         new = list(takewhile(lambda record: record.step > self._last_record, reversed(known)))[::-1]
         self._last_record = new[-1].step if new else self._last_record
         return new
 
     def trace(self, path: Path) -> AbstractContextManager[object]:
-        return self._optimizer.trace(path)
+        return self.optimizer.trace(path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._optimizer.__exit__(*exception)
+        self.optimizer.__exit__(*exception)
 
 
 def zenflow_config(engine: ZenFlowEngine, optimizer: OptimizerConfig, steps_per_epoch: int) -> ZenFlowConfig:

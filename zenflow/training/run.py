@@ -48,7 +48,7 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False) -> 
     """
     try:
         check(config, folder)
-        return _train(config, folder, _prepare(config))
+        return _train(config, folder, prepare(config))
     except InputError as error:
         if part_of_sweep:
             log.error("%s", error)
@@ -62,7 +62,8 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False) -> 
         raise
 
 
-def _prepare(config: TrainConfig) -> Prepared:
+def prepare(config: TrainConfig) -> Prepared:
+    """Data, model and what is resolved of a checked configuration; may take GPU memory. InputError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     on_gpu = config.device is not Device.cpu and torch.cuda.is_available()

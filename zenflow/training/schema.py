@@ -175,8 +175,8 @@ def register() -> None:
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
 
 
-def run_command(job: Callable[[], None]) -> None:
-    """Run a `hydra.main` function as a command: the user's mistakes are one sentence, anything else is a traceback.
+def run_command(job: Callable[[], None], name: str = "zenflow-train") -> None:
+    """Run a `hydra.main` function as the command `name`: a user's mistake is one sentence, anything else a traceback.
 
     Exits with 1 after either, and with 130 when interrupted.
     """
@@ -192,11 +192,11 @@ def run_command(job: Callable[[], None]) -> None:
             raise
         if not isinstance(error, JobFailed):
             _take_back_sweep()
-        sys.exit(f"zenflow-train: {sentence}")
+        sys.exit(f"{name}: {sentence}")
 
 
-def run_job(train: Callable[..., float], cfg: DictConfig) -> float:
-    """Call `train` with the composed configuration as dataclasses and with the job's own folder.
+def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-train") -> float:
+    """Call `train`, of the command `name`, with the composed configuration as dataclasses and the job's own folder.
 
     A job on its own exits with the user's mistake as one sentence, or with 1 where `train` has logged the traceback. In
     a sweep JobFailed is raised: Hydra runs the other jobs, then raises the first of these.
@@ -213,7 +213,7 @@ def run_job(train: Callable[..., float], cfg: DictConfig) -> float:
         known = isinstance(error, (InputError, MemoryError))
         if sweep:
             raise JobFailed(f"{folder}: {error if known else f'{error!r}, with its traceback in the log'}") from error
-        sys.exit(f"zenflow-train: {error}" if known else 1)
+        sys.exit(f"{name}: {error}" if known else 1)
 
 
 _sweep: Path | None = None  # the folder that the sweep which starts now will make
