@@ -204,7 +204,8 @@ sys.exit(main(sys.argv[1:]))
 
 def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines_of_code = "\n".join(re.findall(r"^```\n(.*?)^```$", text, flags=re.M | re.S)).splitlines()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)
+    lines_of_code = "\n".join(code for language, code in blocks if not language).splitlines()
     return [line.split("  #")[0].strip() for line in lines_of_code if line.startswith("zenflow-report")]
 
 
