@@ -13,7 +13,7 @@ from zenflow.training.data import LabelledSamples, Order, Stream, evaluation_bat
 from zenflow.training.errors import InputError
 from zenflow.training.models import ByteTokenizer
 from zenflow.training.schema import DataConfig, DataKind
-from zenflow.training.sources import read
+from zenflow.training.sources import locate, read
 
 
 def file_config(path, **settings) -> DataConfig:
@@ -66,6 +66,54 @@ def test_the_standard_library_is_split_by_whole_files():
     assert sum(map(len, source.train)) == 100_000
     assert not set(source.train) & set(source.held_out)
     assert read(config) == source
+
+
+def test_torch_s_headers_are_split_by_whole_files_in_order():
+    config = DataConfig(kind=DataKind.headers, max_bytes=1_000_000, held_out=0.1)
+    source, paths = read(config), sorted(locate(config).rglob("*.h"))
+    texts = source.train + source.held_out
+    assert texts == [path.read_text(encoding="utf-8", errors="ignore") for path in paths[: len(texts)]]
+    sizes = [path.stat().st_size for path in paths]
+    assert sum(sizes[: len(texts)]) <= 1_000_000 < sum(sizes[: len(texts) + 1])
+    assert source.train and source.held_out and read(config) == source
+    data = load_data(config, ByteTokenizer())
+    assert not set(source.train) & set(source.held_out)
+    for part, texts in ((data.train, source.train), (data.held_out, source.held_out)):
+        whole = "".join(texts).encode()
+        assert len(part) == (len(whole) - 1) // config.max_length
+        assert bytes(part.batch([len(part) - 1]).input_ids[0].tolist()) in whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "split"),
+    [
+        ([10] * 10, {}, (9, 1)),
+        ([10] * 10, {"held_out": 0.3}, (7, 3)),
+        ([10] * 10, {"max_bytes": 59, "held_out": 0.4}, (3, 2)),  # whole files only
+        ([10] * 10, {"max_bytes": 60, "held_out": 0.5}, (3, 3)),
+        ([10, 1000], {}, (1, 1)),
+        ([1000, 10], {}, (1, 1)),
+        ([40, 30, 50, 9], {}, (3, 1)),
+    ],
+)
+def test_the_last_headers_are_held_out(tmp_path, sizes, settings, split):
+    for number, size in enumerate(sizes):
+        folder = tmp_path / f"{number:02d}"
+        folder.mkdir()
+        (folder / "part.h").write_text(chr(97 + number) * size)
+        (folder / "part.cpp").write_text("no header")
+    source = read(DataConfig(kind=DataKind.headers, path=str(tmp_path), **({"held_out": 0.1} | settings)))
+    assert (len(source.train), len(source.held_out)) == split
+    assert "".join(text[0] for text in source.train + source.held_out) == "abcdefghij"[: sum(split)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_bytes": 15}], ids=["one file", "one within max_bytes"])
+def test_too_few_headers_are_one_sentence(tmp_path, settings):
+    for number in range(len(settings) + 1):
+        (tmp_path / f"{number}.h").write_text("0123456789")
+    with pytest.raises(InputError, match=r"has 1 headers .*needs at least 2") as caught:
+        read(DataConfig(kind=DataKind.headers, path=str(tmp_path), **settings))
+    assert str(tmp_path) in str(caught.value) and ("max_bytes=15" in str(caught.value)) == bool(settings)
 
 
 def test_the_end_of_a_text_file_is_held_out(tmp_path):

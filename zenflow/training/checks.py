@@ -13,10 +13,10 @@ import torch
 from zenflow.training.engines import zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.models import check_model
-from zenflow.training.schema import AdamWEngine, Device, ModelKind, TrainConfig, ZenFlowEngine
+from zenflow.training.schema import AdamWEngine, DataKind, Device, ModelKind, TrainConfig, ZenFlowEngine
 from zenflow.training.sources import is_classification, locate
 
-OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log")
+OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log", "model")
 
 Rule = tuple[str, Callable[[Any], bool]]
 POSITIVE: Rule = ("an integer >= 1", lambda value: value >= 1)
@@ -34,6 +34,7 @@ RULES: dict[str, Rule] = {
     "log_every": POSITIVE_OR_NULL,
     "data.max_length": ("an integer >= 4", lambda value: value >= 4),
     "data.max_characters": POSITIVE_OR_NULL,
+    "data.max_bytes": POSITIVE_OR_NULL,
     "data.held_out": SHARE,
     "data.evaluate_samples": POSITIVE,
     "optimizer.lr": NOT_NEGATIVE,
@@ -67,6 +68,11 @@ def check(config: TrainConfig, folder: Path) -> None:
     _check_trace(config)
     if is_classification(config.data) != (config.model.kind is ModelKind.encoder):
         raise InputError(_mismatch(config))
+    if config.data.max_bytes is not None and config.data.kind is not DataKind.headers:
+        raise InputError(
+            f"data.max_bytes is {config.data.max_bytes}; allowed with data.kind={config.data.kind.name}: null "
+            "(data.max_characters limits the training text of every kind)."
+        )
     locate(config.data)
     check_model(config.model)
 
@@ -113,4 +119,4 @@ def _mismatch(config: TrainConfig) -> str:
     data, model = f"data.kind={config.data.kind.name}", f"model.kind={config.model.kind.name}"
     if is_classification(config.data):
         return f"{data} has labels, which {model} cannot use; take model=minilm or another encoder."
-    return f"{data} has no labels, which {model} needs; take data=snippets, or model=smollm2, causal or tiny."
+    return f"{data} has no labels, which {model} needs; take data=snippets, or model=smollm2, causal, bytes or tiny."

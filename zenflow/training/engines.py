@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow.config import ZenFlowConfig
@@ -37,7 +38,8 @@ class Engine(Protocol):
     """The part of `torch.optim.Optimizer` that a loop needs, what it did, and an end.
 
     `records` gives each step's record once, as soon as the device has passed the step (`wait` waits for that), and None
-    where the engine keeps none. `trace` records the steps inside its block.
+    where the engine keeps none. `trace` records the steps inside its block. `master` gives, after `flush`, the value in
+    fp32 of which a weight is the rounded copy.
     """
 
     param_groups: list[dict[str, Any]]
@@ -45,6 +47,7 @@ class Engine(Protocol):
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
     def flush(self) -> None: ...
+    def master(self, weight: Parameter) -> Tensor: ...
     def report(self) -> Report: ...
     def records(self, wait: bool = False) -> list[StepRecord] | None: ...
     def trace(self, path: Path) -> AbstractContextManager[object]: ...
@@ -86,6 +89,11 @@ class AdamW:
     def flush(self) -> None:
         """Nothing is ever pending."""
 
+    def master(self, weight: Parameter) -> Tensor:
+        """fp32 on the CPU, in the weight's shape."""
+        masters = (master for known, master in zip(self._weights, self._masters, strict=True) if known is weight)
+        return next(masters, weight).detach().to("cpu", torch.float32)
+
     def report(self) -> Report:
         return Report(grad_norm=float(self._norm))
 
@@ -120,6 +128,13 @@ class ZenFlowRun:
 
     def flush(self) -> None:
         self.optimizer.flush()
+
+    def master(self, weight: Parameter) -> Tensor:
+        """fp32 on the CPU, in the weight's shape."""
+        try:
+            return self.optimizer.channel_state(weight).master.reshape(weight.shape)
+        except KeyError:  # frozen, or without a gradient so far
+            return weight.detach().to("cpu", torch.float32)
 
     def report(self) -> Report:
         stats = self.optimizer.stats()

@@ -1,13 +1,17 @@
-"""Models by path: an encoder with a linear head, a causal language model, and a tiny one that needs no files.
+"""Models: an encoder with a linear head, a causal language model, by path or by configuration, and a tiny one.
 
 Every model maps `input_ids`, `attention_mask` (int64 `[batch, length]`) to logits: `[batch, classes]` for an encoder,
-`[batch, length, vocabulary]` for a language model. `transformers` (the extra `hf`) is imported only for real models.
+`[batch, length, vocabulary]` for a language model. `transformers` (the extra `hf`) is imported only where it is used.
+Folders that `saving.save_model` left are loaded like any other.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import json
 import logging
+import pickle
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -20,11 +24,13 @@ from torch.nn import functional
 
 from zenflow import native
 from zenflow.training.errors import InputError
-from zenflow.training.schema import ModelConfig, ModelKind
+from zenflow.training.schema import ModelConfig, ModelKind, TokenizerKind
 from zenflow.training.sources import package_folder
 
 log = logging.getLogger(__name__)
 BYTES = 256
+WEIGHTS, HEAD = "weights.pt", "head.pt"  # of the tiny model, and of a classifier beside its encoder
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.bpe", "*.tiktoken")
 
 
 class Tokenizer(Protocol):
@@ -35,6 +41,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
         """Token numbers of each text, special tokens included; cut at `max_length` where it is given."""
 
+    def save(self, folder: Path) -> None:
+        """Write what a later run needs to have the same tokenizer."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes as they are."""
@@ -43,6 +52,9 @@ class ByteTokenizer:
 
     def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
         return [list(text.encode()[:max_length]) for text in texts]
+
+    def save(self, folder: Path) -> None:
+        """There is nothing to write."""
 
 
 class PretrainedTokenizer:
@@ -60,6 +72,10 @@ class PretrainedTokenizer:
             return self._tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
         ids = self._tokenizer(texts, verbose=False)["input_ids"]
         return [row if self._end is None else [*row, self._end] for row in ids]
+
+    def save(self, folder: Path) -> None:
+        """The files of a Hugging Face tokenizer."""
+        self._tokenizer.save_pretrained(folder)
 
 
 class Classifier(nn.Module):
@@ -114,6 +130,7 @@ class TinyModel(nn.Module):
 
     def __init__(self, width: int, layers: int, heads: int, max_length: int) -> None:
         super().__init__()
+        self.sizes = {"width": width, "layers": layers, "heads": heads, "max_length": max_length}
         self.embedding, self.position = nn.Embedding(BYTES, width), nn.Embedding(max_length, width)
         self.blocks = nn.ModuleList(TinyBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -132,20 +149,41 @@ class TinyModel(nn.Module):
 
 def check_model(config: ModelConfig) -> None:
     """Errors: InputError if the model cannot be loaded here; nothing heavy is imported or read."""
-    if config.kind is ModelKind.tiny:
+    if config.config and config.kind is not ModelKind.causal:
+        raise InputError(f"model.config is {config.config}; allowed with model.kind={config.kind.name}: {{}}.")
+    if config.kind is ModelKind.tiny and config.path is None:
         if min(config.width, config.layers, config.heads) < 1 or config.width % config.heads:
             raise InputError(
                 f"model.width={config.width}, model.layers={config.layers}, model.heads={config.heads}: "
                 "all must be at least 1, and the width a multiple of the heads."
             )
         return
-    needed = ["transformers"] + (["gguf", "accelerate"] if config.gguf_file else [])
+    needed = [] if config.kind is ModelKind.tiny else ["transformers"]
+    needed += ["gguf", "accelerate"] if config.gguf_file else []
     if missing := [name for name in needed if find_spec(name) is None]:
         raise InputError(f"This model needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
+    if _is_random(config):
+        if "model_type" not in config.config:
+            raise InputError("model.config has no model_type; give one, for example model_type: qwen2.")
+        if config.tokenizer is not TokenizerKind.bytes:
+            raise InputError("model.config comes without a tokenizer; allowed is model.tokenizer=bytes.")
+        return
     folder = locate_model(config)
-    wanted = config.gguf_file or "config.json"
-    if not (folder / wanted).is_file():
-        raise InputError(f"{folder} holds no {wanted}; give a Hugging Face model folder as model.path.")
+    wanted = [config.gguf_file or "config.json"] + ([WEIGHTS] if config.kind is ModelKind.tiny else [])
+    for name in wanted:
+        if not (folder / name).is_file():
+            what = "the model folder of a run" if config.kind is ModelKind.tiny else "a Hugging Face model folder"
+            raise InputError(f"{folder} holds no {name}; give {what} as model.path.")
+    if config.kind is ModelKind.tiny or config.tokenizer is TokenizerKind.bytes or config.gguf_file:
+        return
+    # transformers makes an empty tokenizer of a folder that has none.
+    if not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+        raise InputError(f"{folder} holds no tokenizer; give one, or model.tokenizer=bytes for a model over bytes.")
+
+
+def _is_random(config: ModelConfig) -> bool:
+    """Whether a Hugging Face model with random weights is asked for."""
+    return bool(config.config) and config.path is None
 
 
 def locate_model(config: ModelConfig) -> Path:
@@ -162,7 +200,7 @@ def locate_model(config: ModelConfig) -> Path:
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """The tokenizer that belongs to the model. Errors: InputError if the folder's files cannot be used."""
-    if config.kind is ModelKind.tiny:
+    if config.kind is ModelKind.tiny or config.tokenizer is TokenizerKind.bytes:
         return ByteTokenizer()
     return _readable(lambda folder: PretrainedTokenizer(folder), config)
 
@@ -173,7 +211,11 @@ def load_model(config: ModelConfig, *, classes: int | None, max_length: int, dty
     Errors: InputError if the folder's files cannot be used.
     """
     if config.kind is ModelKind.tiny:
-        return TinyModel(config.width, config.layers, config.heads, max_length).to(dtype)
+        if config.path is None:
+            return TinyModel(config.width, config.layers, config.heads, max_length).to(dtype)
+        return _load_tiny(locate_model(config), max_length).to(dtype)
+    if _is_random(config):
+        return CausalModel(_require_bytes(_random_model(config.config))).to(dtype)
     return _readable(lambda folder: _load_pretrained(folder, config, classes, dtype), config)
 
 
@@ -181,10 +223,69 @@ def _load_pretrained(folder: Path, config: ModelConfig, classes: int | None, dty
     from transformers import AutoModel, AutoModelForCausalLM
 
     if config.kind is ModelKind.causal:
-        return CausalModel(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        return CausalModel(_require_bytes(model) if config.tokenizer is TokenizerKind.bytes else model)
     assert classes is not None
     encoder = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return Classifier(encoder, encoder.config.hidden_size, classes).to(dtype)
+    model = Classifier(encoder, encoder.config.hidden_size, classes)
+    if (folder / HEAD).is_file():
+        head = _read_weights(folder / HEAD)
+        if head["bias"].numel() != classes:
+            raise InputError(f"{folder / HEAD} has {head['bias'].numel()} classes, the data has {classes}.")
+        model.head.load_state_dict(head)
+    return model.to(dtype)
+
+
+def _load_tiny(folder: Path, max_length: int) -> TinyModel:
+    """A saved tiny model in fp32, of the size that it was saved with."""
+    try:
+        model = TinyModel(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        model.load_state_dict(_read_weights(folder / WEIGHTS))
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"{folder} cannot be loaded as a tiny model: {reason}") from error
+    if model.sizes["max_length"] < max_length:
+        raise InputError(f"data.max_length is {max_length}; the model in {folder} takes {model.sizes['max_length']}.")
+    return model
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path.name} is damaged") from error
+
+
+def _random_model(values: dict[str, Any]) -> nn.Module:
+    """A Hugging Face causal model in fp32 of this configuration, from torch's current random state."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    settings = dict(values)
+    kind = settings.pop("model_type")
+    _require_known("model.config.model_type", kind, list(CONFIG_MAPPING.keys()))
+    try:
+        known = list(CONFIG_MAPPING[kind]().to_dict())
+        for name in settings:
+            _require_known("model.config key", name, known)
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+    except InputError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise InputError(f"model.config makes no causal {kind}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _require_known(what: str, name: Any, known: list[str]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "transformers knows no such."
+        raise InputError(f"{what} is {name!r}: {hint}")
+
+
+def _require_bytes(model: nn.Module) -> nn.Module:
+    if (size := model.get_input_embeddings().num_embeddings) < BYTES:
+        raise InputError(f"The model has a vocabulary of {size}; model.tokenizer=bytes needs at least {BYTES}.")
+    return model
 
 
 def _readable(load: Any, config: ModelConfig) -> Any:
@@ -196,6 +297,8 @@ def _readable(load: Any, config: ModelConfig) -> Any:
     folder = locate_model(config)
     try:
         return load(_converted(folder, config.gguf_file) if config.gguf_file else folder)
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"{folder} cannot be loaded as a model: {reason}") from error

@@ -21,7 +21,8 @@ from zenflow.training.engines import build_engine, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise, table
-from zenflow.training.models import load_model, load_tokenizer
+from zenflow.training.models import Tokenizer, load_model, load_tokenizer
+from zenflow.training.saving import save_model
 from zenflow.training.schema import Device, Dtype, TrackingMode, TrainConfig, ZenFlowEngine, plain
 from zenflow.training.sources import locate
 
@@ -33,6 +34,7 @@ class Prepared:
     """What a run needs, read and on the CPU; nothing of the device is taken yet."""
 
     model: nn.Module
+    tokenizer: Tokenizer
     data: Dataset
     device: torch.device
     steps_per_epoch: int
@@ -70,7 +72,8 @@ def prepare(config: TrainConfig) -> Prepared:
     dtype = config.model.dtype
     if dtype is Dtype.auto:
         dtype = Dtype.bfloat16 if on_gpu else Dtype.float32
-    data = load_data(config.data, load_tokenizer(config.model))
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config.data, tokenizer)
     if config.batch_size > len(data.train):
         raise InputError(
             f"batch_size is {config.batch_size}; allowed: an integer from 1 to {len(data.train)}, the training samples."
@@ -83,11 +86,12 @@ def prepare(config: TrainConfig) -> Prepared:
     record = plain(config)
     record["log_every"] = config.log_every or (10 if on_gpu else 1)
     record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
+    record["model"]["config"] = {} if config.model.path is not None else config.model.config
     record["data"]["path"] = str(locate(config.data))
     if isinstance(config.engine, ZenFlowEngine):
         values = vars(zenflow_config(config.engine, config.optimizer, steps_per_epoch))
         record["engine"] = {name: values[name] for name in record["engine"]}
-    return Prepared(model, data, torch.device(record["device"]), steps_per_epoch, record)
+    return Prepared(model, tokenizer, data, torch.device(record["device"]), steps_per_epoch, record)
 
 
 def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
@@ -106,6 +110,8 @@ def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
         recorder = stack.enter_context(Recorder(folder, timer, engine, prepared.record["log_every"], tracker))
         trace = None if config.trace is None else folder / config.trace
         Loop(config, model, prepared.data, engine, recorder, timer, trace).run()
+        if config.save_model:
+            save_model(model, prepared.tokenizer, engine.master, folder / "model")
     summary = summarise(_subject(prepared), recorder.history) | {
         "wandb_id": None if tracker is None else tracker.id,
         "torch": torch.__version__,
@@ -129,7 +135,8 @@ def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any |
 def _subject(prepared: Prepared) -> Subject:
     record, engine = prepared.record, prepared.record["engine"]
     weights = list(prepared.model.parameters())
-    source = record["model"]["path"] or record["model"]["package"] or record["model"]["kind"]
+    random = record["model"]["config"].get("model_type")
+    source = record["model"]["path"] or random or record["model"]["package"] or record["model"]["kind"]
     k, window = engine.get("topk_ratio"), engine.get("update_interval")
     on_gpu = prepared.device.type == "cuda"
     return Subject(

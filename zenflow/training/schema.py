@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 ModelKind = Enum("ModelKind", ["encoder", "causal", "tiny"])
+TokenizerKind = Enum("TokenizerKind", ["auto", "bytes"])
 Dtype = Enum("Dtype", ["auto", "float32", "bfloat16"])
-DataKind = Enum("DataKind", ["snippets", "austen", "stdlib", "file"])
+DataKind = Enum("DataKind", ["snippets", "austen", "stdlib", "headers", "file"])
 Schedule = Enum("Schedule", ["constant", "linear", "cosine"])
 TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
 SelectStrategy = Enum("SelectStrategy", ["auto", "step", "epoch"])
@@ -79,13 +80,18 @@ class ZenFlowEngine(EngineConfig):
 
 @dataclass
 class ModelConfig:
-    """Which weights: `path` (a Hugging Face folder) before `package` (a Python package that ships one)."""
+    """Which weights: those in the folder `path`, or random ones for `config`, or those that `package` ships.
+
+    A path is a Hugging Face folder, or the `model` folder of a run with `save_model`.
+    """
 
     kind: ModelKind = ModelKind.encoder
     path: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # causal only: what a Hugging Face config.json holds
     package: str | None = None
     subfolder: str = ""  # of the package
     gguf_file: str | None = None  # of the folder; converted once, then cached
+    tokenizer: TokenizerKind = TokenizerKind.auto  # auto: the folder's own, and bytes for tiny
     dtype: Dtype = Dtype.auto  # auto: bfloat16 on a GPU, float32 on a CPU
     width: int = 64  # tiny only, like the rest
     layers: int = 2
@@ -102,6 +108,7 @@ class DataConfig:
     label_field: str | None = None
     max_length: int = 64  # tokens a sample
     max_characters: int | None = None  # of the training text
+    max_bytes: int | None = None  # headers only: of all files together, in the order of their paths
     held_out: float = 0.05  # share, where the kind fixes no number
     evaluate_samples: int = 1000  # of the held-out ones, always the same
 
@@ -144,6 +151,7 @@ class TrainConfig:
     autocast: bool = False  # bfloat16
     evaluate_every: int | None = None  # steps; always before the first and after the last
     log_every: int | None = None  # steps between two readings of the device; null: 10 on a GPU, 1 on a CPU
+    save_model: bool = False  # the final weights in fp32, as the folder `model` in the run's folder: a later model.path
     plot: bool = True  # loss.png, if matplotlib is there
     trace: str | None = None  # file.json in the run's folder: what ran where in trace_steps, and a picture beside it
     trace_steps: list[int] = field(default_factory=lambda: [5, 16])  # the first and the last

