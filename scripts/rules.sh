@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the deferred rules cost in quality: pretraining, the sweep of 36 runs and its report, all in one folder.
 #   scripts/rules.sh [FOLDER [SETTING...]]      for a GPU; settings are zenflow-train's and go to all runs
-#   scripts/rules.sh /tmp/rules debug=rules     the whole path in a minute on two CPU cores
+#   scripts/rules.sh runs/rules_debug debug=rules     the whole path in a minute on two CPU cores
 # PYTHON names the interpreter (default: python3); the source tree is used, nothing has to be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -86,6 +86,12 @@ def stream_words(device: torch.device) -> StreamWords | None:
     return words if word.item() == 1 else None
 
 
+def ask(stream: torch.cuda.Stream | None) -> None:
+    """Raise the error of a device that has failed: it will never send the slot that the worker is waiting for."""
+    if stream is not None:
+        stream.query()
+
+
 def current_stream_number(device: torch.device) -> int:
     """Which stream is current, for comparison; 0 for a CPU. Asked at every gradient, so without making an object."""
     if device.type != "cuda":

@@ -10,13 +10,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zenflow.client import WorkerClient
-from zenflow.driver import stream_words
+from zenflow.driver import ask, stream_words
 from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
@@ -138,12 +139,7 @@ class Sender:
 
     def wait_done(self, seq: int) -> None:
         """Until the worker has processed slot `seq`."""
-        self._telemetry.add(host_wait_seconds=self.client.wait_done(seq, self._ask_device))
-
-    def _ask_device(self) -> None:
-        """A device that has failed will never send the slot that the worker is waiting for."""
-        if self.stream is not None:
-            self.stream.query()
+        self._telemetry.add(host_wait_seconds=self.client.wait_done(seq, partial(ask, self.stream)))
 
     def _send_sum(self, item: Sent) -> None:
         storage, bucket = item.storage, item.bucket

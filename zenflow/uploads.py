@@ -28,7 +28,7 @@ from torch import Tensor
 from zenflow.arrivals import Arrivals
 from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
-from zenflow.driver import current_stream_number, stream_words
+from zenflow.driver import ask, current_stream_number, stream_words
 from zenflow.geometry import Bucket
 from zenflow.storage import ParamRecord, Pins, SegmentStorage, tell_autograd
 from zenflow.telemetry import Telemetry
@@ -198,7 +198,7 @@ class Uploads:
         elif not self._client.finished(sent.seq):
             # On the CPU the trainer's thread is the device: while it waits, nothing is computed.
             with self._telemetry.stall() if self.stream is None else nullcontext():
-                waited = self._client.wait_done(sent.seq, check=self._ask_device)
+                waited = self._client.wait_done(sent.seq, partial(ask, self.stream))
             self._telemetry.add(host_wait_seconds=waited)
         self._copy(sent)
 
@@ -216,11 +216,6 @@ class Uploads:
             _record(storage.uploaded[bucket.index], self.stream)
         self._telemetry.add(bytes_to_device=shadow.nbytes)
         self._queued.add(sent)
-
-    def _ask_device(self) -> None:
-        """A device that has failed will never send the slot that the worker is waiting for."""
-        if self.stream is not None:
-            self.stream.query()
 
     # In `step()`
 

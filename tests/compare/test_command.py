@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import experiments.compare
-from tests.diagnose.commands import SMOKE, runner
+from tests.commands import SMOKE, runner
 from tests.diagnose.readme import README, commands
 from zenflow.compare.config import CompareConfig, CompareSettings, check_alike, check_settings, words_of
 from zenflow.training.schema import register

@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 import experiments.diagnose
-from tests.diagnose.commands import SMOKE, runner
+from tests.commands import SMOKE, runner
 from tests.diagnose.readme import README, blocks, commands
 from zenflow.diagnose import ceilings
 from zenflow.diagnose.config import DiagnoseConfig, check_settings

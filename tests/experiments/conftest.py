@@ -1,61 +1,14 @@
-"""The command, run in this process: quicker than a new one, and the same code."""
-
 from __future__ import annotations
 
-import json
-import logging
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import experiments.train
-
-
-@dataclass
-class Outcome:
-    """How a command ended: its exit code, what it printed, and the folder that was given to it."""
-
-    code: int
-    out: str
-    err: str
-    folder: Path
-
-    def config(self, job: str = "") -> dict[str, Any]:
-        return json.loads((self.folder / job / "config.json").read_text())
-
-    def summary(self, job: str = "") -> dict[str, Any]:
-        return json.loads((self.folder / job / "summary.json").read_text())
-
-    def metrics(self, job: str = "") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / job / "metrics.jsonl").read_text().splitlines()]
+from tests.commands import Outcome, runner
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
     """`command("debug=smoke", ...)`: zenflow-train with these, its outputs in a fresh folder or the given one."""
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.chdir(tmp_path)
-    root, before, threads = logging.getLogger(), list(logging.getLogger().handlers), torch.get_num_threads()
-
-    def run(*arguments: str, folder: Path = tmp_path / "out" / "run") -> Outcome:
-        where = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
-        monkeypatch.setattr(sys, "argv", ["zenflow-train", *arguments, *where])
-        code, message = 0, ""
-        try:
-            experiments.train.main()
-        except SystemExit as end:
-            code, message = (end.code, "") if isinstance(end.code, int) else (1, str(end.code))
-        finally:
-            torch.set_num_threads(threads)
-            for handler in set(root.handlers) - set(before):
-                root.removeHandler(handler)
-                handler.close()
-        printed = capsys.readouterr()
-        return Outcome(code, printed.out, printed.err + message, folder)
-
-    return run
+    return runner(experiments.train.main, "zenflow-train", tmp_path, monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""A command that shares zenflow-train's settings, run in this process: quicker than a new one, and the same code."""
+"""zenflow-train, or a command that shares its settings, run in this process: quicker than a new one, the same code."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ class Outcome:
 
     def json(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / name).read_text(), parse_constant=pytest.fail)
+
+    def config(self, job: str = "") -> dict[str, Any]:
+        return json.loads((self.folder / job / "config.json").read_text())
+
+    def summary(self, job: str = "") -> dict[str, Any]:
+        return json.loads((self.folder / job / "summary.json").read_text())
+
+    def metrics(self, job: str = "") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / job / "metrics.jsonl").read_text().splitlines()]
 
 
 def runner(main: Callable[[], None], name: str, tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
