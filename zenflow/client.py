@@ -21,6 +21,7 @@ from zenflow.exchange import Order
 from zenflow.geometry import Segment
 from zenflow.header import Header
 from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.signals import signals_held, wait_for
 
 RELEASED = 1 << 62  # `done` after the worker's end: no stream may wait for what will never come
 WATCH_SECONDS = 0.1
@@ -50,21 +51,22 @@ class WorkerClient:
         self._socket, theirs = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._output = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
-        try:
-            shared_cores = set(cores) >= os.sched_getaffinity(0)
-            self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output, shared_cores)
-        except BaseException:
-            self._connection.close()
-            self._socket.close()
-            os.close(self._output)
-            self.header.close()
-            raise
-        finally:
-            theirs.close()
-        self._watch = _Watch(self._process, self.header)
-        self._stop = weakref.finalize(
-            self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
-        )
+        with signals_held():
+            try:
+                shared_cores = set(cores) >= os.sched_getaffinity(0)
+                self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output, shared_cores)
+            except BaseException:
+                self._connection.close()
+                self._socket.close()
+                os.close(self._output)
+                self.header.close()
+                raise
+            finally:
+                theirs.close()
+            self._watch = _Watch(self._process, self.header)
+            self._stop = weakref.finalize(
+                self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
+            )
         self._send(("start", settings, tuple(cores), threads))
 
     @property
@@ -179,7 +181,7 @@ class WorkerClient:
         if self._watch.verdict:
             return WorkerError(self._watch.verdict)
         try:
-            code = self._process.wait(END_SECONDS)
+            code = wait_for(self._process, END_SECONDS)
             ended = _describe(code)
         except subprocess.TimeoutExpired:
             ended = "no longer answers"
@@ -260,18 +262,19 @@ def _stop(
     owner: int,
 ) -> None:
     """Ask, wait, then kill. In a forked copy of the owner nothing but the copy's descriptors goes."""
-    if os.getpid() == owner:
-        watch.stopped.set()
-        watch.join()
-        try:
-            connection.send(("stop",))
-            process.wait(STOP_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait()
-    connection.close()
-    control.close()
-    os.close(output)
+    with signals_held():
+        if os.getpid() == owner:
+            watch.stopped.set()
+            watch.join()
+            try:
+                connection.send(("stop",))
+                process.wait(STOP_SECONDS)
+            except (OSError, subprocess.TimeoutExpired):
+                process.kill()
+                process.wait()
+        connection.close()
+        control.close()
+        os.close(output)
 
 
 def _describe(code: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from zenflow.bench.registry import Job
+from zenflow.signals import signals_held, wait_for
 
 
 def run_job(job: Job, log: Path, timeout: float) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def run_job(job: Job, log: Path, timeout: float) -> dict[str, Any]:
         command = [*module_command(), "_child", json.dumps(asdict(job))]
         with started(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors) as child:
             try:
-                code = child.wait(timeout)
+                code = wait_for(child, timeout)
             except subprocess.TimeoutExpired:
                 return {"error": f"killed after {timeout:g} s"}
     lines = answer.read_text(encoding="utf-8").splitlines()
@@ -46,17 +47,20 @@ def module_command() -> list[str]:
 @contextmanager
 def started(command: list[str], stdin: int, stdout: int | IO[str], stderr: int | IO[str] | None):
     """A process in a group of its own, which ends with this block, and with it all that it has started."""
-    child = subprocess.Popen(
-        command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, env=environment(), start_new_session=True
-    )
+    child = None
     try:
+        with signals_held():
+            child = subprocess.Popen(
+                command, stdin=stdin, stdout=stdout, stderr=stderr, text=True, env=environment(), start_new_session=True
+            )
         yield child
     finally:
-        # Some trainers start processes that outlive them.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        _wait_for_group(child.pid)
+        if child is not None:
+            # Some trainers start processes that outlive them.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            wait_for(child)
+            _wait_for_group(child.pid)
 
 
 def environment() -> dict[str, str]:
