@@ -17,8 +17,11 @@ help: ## List the targets
 train: $(READY) ## Run the main job; ARGS="engine.topk_ratio=0.05" changes it
 	$(BIN)/zenflow-train $(ARGS)
 
+# Two processes share the tests; threads of their own would only be in each other's way.
+JOBS ?= 2
+test: export OMP_NUM_THREADS ?= 1
 test: $(READY) ## Run every test that this machine can run; ARGS="-k selection" picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-gpu: $(READY) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
