@@ -14,10 +14,11 @@ from zenflow.training.errors import InputError
 
 Values = dict[str, Hashable]
 
-ADAMW, ZENFLOW, ZERO_OFFLOAD = "adamw", "zenflow", "zero_offload"
+ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "zero_offload"
+ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
-WITHOUT_EFFECT = ("seed", "name", "plot", "device")  # `device` says less than the machine
+WITHOUT_EFFECT = ("seed", "name", "plot", "variant", "engine.masters", "device")  # `device` says less than the machine
 NOT_RECORDED = "not recorded"
 
 
@@ -40,7 +41,7 @@ def engine_of(config: dict[str, Any]) -> str:
     """The choice of `engine=` that the configuration amounts to."""
     engine = config["engine"]
     if "topk_ratio" not in engine:
-        return ADAMW
+        return ADAMW if engine.get("masters", True) else ADAMW_BF16
     synchronous = all(engine.get(key.partition(".")[2]) == value for key, value in ZERO_OFFLOAD_KEYS.items())
     return ZERO_OFFLOAD if synchronous else ZENFLOW
 
@@ -100,7 +101,7 @@ def differing(settings: Sequence[Values]) -> list[str]:
 def _has(values: Values, name: str) -> bool:
     if not name.startswith("engine."):
         return True
-    return values["engine"] != ADAMW and not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
+    return values["engine"] not in ADAMWS and not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
 
 
 def _value(values: Values, name: str) -> Hashable:
@@ -146,7 +147,7 @@ def _shown(value: Hashable, others: set[Hashable]) -> str:
 
 def order(values: Values, keys: Sequence[str]) -> list[tuple[int, float, str]]:
     """A sort key: AdamW, then synchronous offload, then ZenFlow; numbers by size."""
-    kinds = (ADAMW, ZERO_OFFLOAD, ZENFLOW)
+    kinds = (*ADAMWS, ZERO_OFFLOAD, ZENFLOW)
     places: list[tuple[int, float, str]] = [(0, kinds.index(values["engine"]), "")]
     for name in keys:
         value = _value(values, name)

@@ -80,7 +80,7 @@ def setting_row(setting: Setting, study: Study) -> Row:
     """A setting's spreads and differences under the figures' names; the offload figures of AdamW are none."""
     row: Row = {"name": _cell(setting.name), "runs": len(setting.runs), "left_out": setting.left_out or None}
     row |= setting.spreads
-    if setting.values["engine"] == settings.ADAMW:
+    if setting.values["engine"] in settings.ADAMWS:
         row |= dict.fromkeys(("stall_share", "m_to_host", "m_to_device", "worker_busy_share", "skipped_steps"))
     if setting is not study.baseline:
         row |= {"vs_steps": setting.vs_steps, "vs_seconds": setting.vs_seconds}

@@ -78,6 +78,8 @@ def check(config: TrainConfig, folder: Path) -> None:
 
 
 def _check_values(config: TrainConfig) -> None:
+    if config.variant is not None:
+        raise InputError(f"variant is {config.variant!r}; only a command applies it. Allowed here: null.")
     for name, (allowed, within) in RULES.items():
         value: Any = config
         for part in name.split("."):

@@ -59,12 +59,16 @@ class AdamW:
     """torch's fused AdamW; weights below fp32 get fp32 masters, whose rounded copies they are.
 
     The norm is taken, and the gradient clipped, on the device. A non-finite gradient is not skipped (as in torch).
+    Without `masters` the weights are updated as they are, and their moments have their dtype.
     """
 
-    def __init__(self, params: Iterable[Parameter], max_grad_norm: float | None, **settings: Any) -> None:
+    def __init__(
+        self, params: Iterable[Parameter], max_grad_norm: float | None, *, masters: bool = True, **settings: Any
+    ) -> None:
         self._weights = [weight for weight in params if weight.requires_grad]
         self._masters = [
-            weight if weight.dtype == torch.float32 else Parameter(weight.detach().float()) for weight in self._weights
+            Parameter(weight.detach().float()) if masters and weight.dtype != torch.float32 else weight
+            for weight in self._weights
         ]
         self.optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
         self._max_grad_norm = float("inf") if max_grad_norm is None else max_grad_norm
@@ -168,6 +172,12 @@ def zenflow_config(engine: ZenFlowEngine, optimizer: OptimizerConfig, steps_per_
         raise InputError(f"engine.{error}.") from error
 
 
+def check_masters(engine: EngineConfig, dtype: str) -> None:
+    """Errors: InputError for an engine without masters on weights of this dtype, which have none to do without."""
+    if isinstance(engine, AdamWEngine) and not engine.masters and dtype == "float32":
+        raise InputError("engine.masters is false, but the weights are float32; give model.dtype=bfloat16 with it.")
+
+
 def build_engine(
     params: Iterable[Parameter], engine: EngineConfig, optimizer: OptimizerConfig, steps_per_epoch: int
 ) -> Engine:
@@ -179,6 +189,6 @@ def build_engine(
         "weight_decay": optimizer.weight_decay,
     }
     if isinstance(engine, AdamWEngine):
-        return AdamW(params, optimizer.max_grad_norm, **settings)
+        return AdamW(params, optimizer.max_grad_norm, masters=engine.masters, **settings)
     assert isinstance(engine, ZenFlowEngine)
     return ZenFlowRun(params, zenflow_config(engine, optimizer, steps_per_epoch), **settings)

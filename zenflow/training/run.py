@@ -17,7 +17,7 @@ from torch import nn
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
-from zenflow.training.engines import build_engine, zenflow_config
+from zenflow.training.engines import build_engine, check_masters, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise, table
@@ -72,6 +72,7 @@ def prepare(config: TrainConfig) -> Prepared:
     dtype = config.model.dtype
     if dtype is Dtype.auto:
         dtype = Dtype.bfloat16 if on_gpu else Dtype.float32
+    check_masters(config.engine, dtype.name)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config.data, tokenizer)
     if config.batch_size > len(data.train):
@@ -139,11 +140,12 @@ def _subject(prepared: Prepared) -> Subject:
     source = record["model"]["path"] or random or record["model"]["package"] or record["model"]["kind"]
     k, window = engine.get("topk_ratio"), engine.get("update_interval")
     on_gpu = prepared.device.type == "cuda"
+    adamw = "adamw" if engine.get("masters", True) else "adamw without masters"
     return Subject(
         model=f"{source}, {record['model']['dtype']}",
         data=f"{record['data']['kind']}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
-        engine="adamw" if k is None else f"zenflow, k {k:g}, U {window}",
+        engine=adamw if k is None else f"zenflow, k {k:g}, U {window}",
         device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),

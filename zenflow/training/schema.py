@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from zenflow.training.errors import InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
 
 Device = Enum("Device", ["auto", "cpu", "cuda"])
 ModelKind = Enum("ModelKind", ["encoder", "causal", "tiny"])
@@ -52,6 +55,8 @@ class AdamWEngine(EngineConfig):
 
 @dataclass
 class ZenFlowEngine(EngineConfig):
+    masters: bool = True  # false: moments and updates in the weights' own bf16
+
     """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
 
     topk_ratio: int | float | str = 0.1  # 0 and 1 are numbers too
@@ -100,7 +105,10 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Which text. `snippets` and a file with a label field are classified, the rest is for language modelling."""
+    """Which text. `snippets`, `sms`, `questions`, `glue` and a file with a label field have labels.
+
+    The rest is for language modelling; of `alpaca` the responses alone are learned.
+    """
 
     kind: DataKind = DataKind.snippets
     path: str | None = None
@@ -161,6 +169,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    variant: str | None = None  # settings as words, which the command line applies last: one value of an ablation
 
 def plain(value: Any) -> Any:
     """Dataclasses as dicts and enums as their names, for JSON and trackers."""
@@ -216,7 +225,8 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
     running = HydraConfig.get()
     folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
     try:
-        return train(OmegaConf.to_object(cfg), folder, part_of_sweep=sweep)
+        config = OmegaConf.to_object(_with_variant(cfg, folder, part_of_sweep=sweep))
+        return train(config, folder, part_of_sweep=sweep)
     except Exception as error:
         known = isinstance(error, (InputError, MemoryError))
         if sweep:
@@ -230,6 +240,34 @@ _sweep: Path | None = None  # the folder that the sweep which starts now will ma
 def sweep_watch() -> Any:
     """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
     from hydra.experimental.callback import Callback
+def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> DictConfig:
+    """`cfg`, or, where it has a variant, the configuration composed anew with the variant's words behind all others.
+
+    Errors: InputError if they do not fit. A job on its own then leaves no folder, one of a sweep the sentence in its
+    log.
+    """
+    from hydra import compose
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    if cfg.get("variant") is None:
+        return cfg
+    running = HydraConfig.get()
+    given = [word for word in running.overrides.task if not word.startswith("variant=")]
+    try:
+        varied = compose(running.job.config_name, [*given, *cfg.variant.split()])
+    except (HydraException, ValueError) as error:
+        sentence = f"variant is {cfg.variant!r}: {explain(error) or error}"
+        if part_of_sweep:
+            log.error("%s", sentence)
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()
+        raise InputError(sentence) from error
+    varied.variant = None
+    return varied
+
+
 
     class Watch(Callback):
         def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
