@@ -314,7 +314,7 @@ def test_the_table_s_figures_come_from_the_steps():
             grad_norm=1.0, stall_seconds=0.8, host_wait_seconds=0.4, bytes_to_host=800, worker_busy_seconds=2.0
         ),
     )
-    history.evaluations = [types.SimpleNamespace(loss=2.0, accuracy=0.5), types.SimpleNamespace(loss=1.0, accuracy=0.9)]
+    history.evaluations = [Evaluation(0, 2.0, 0.5), Evaluation(4, 1.0, 0.9)]
     subject = Subject("m", "d", "zenflow", "cpu", 100, 400, 0.1, 4)
     summary = summarise(subject, history)
     assert summary["tokens_per_second"] == 5 and summary["step_seconds_p95"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,31 +12,43 @@ import torch
 from torch import Tensor
 
 from zenflow.training.errors import InputError
-from zenflow.training.models import Tokenizer
 from zenflow.training.schema import DataConfig
-from zenflow.training.sources import Documents, Labelled, read
+from zenflow.training.sources import Documents, Labelled, Responses, read
+from zenflow.training.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 PAD_TO = 8  # tokens: few distinct batch shapes
+IGNORED = -100  # the label of a token that is not to be predicted
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`input_ids`, `attention_mask` int64 `[batch, length]`; `labels` int64 `[batch]` or `[batch, length]`.
+    """`input_ids`, `attention_mask`, and `token_types` of text pairs, int64 `[batch, length]`.
 
-    A language model's label at a position is the token after it. `tokens` counts the real ones.
+    `labels`: classes int64 `[batch]`, numbers float32 `[batch]`, or of a language model int64 `[batch, length]`: the
+    token after the position, or `IGNORED`. `tokens` counts the real ones, `targets` the labels that are not ignored.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
     tokens: int
+    targets: int
+    token_types: Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the model takes."""
+        inputs = (self.input_ids, self.attention_mask)
+        return inputs if self.token_types is None else (*inputs, self.token_types)
 
     def to(self, device: torch.device) -> Batch:
         """The same on `device`; the copy does not wait for work that is queued there."""
-        parts = (self.input_ids, self.attention_mask, self.labels)
+        parts = (self.input_ids, self.attention_mask, self.labels, self.token_types)
         if device.type == "cuda":
-            parts = tuple(part.pin_memory() for part in parts)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts), tokens=self.tokens)
+            parts = tuple(None if part is None else part.pin_memory() for part in parts)
+        ids, mask, labels, types = (None if part is None else part.to(device, non_blocking=True) for part in parts)
+        return Batch(ids, mask, labels, self.tokens, self.targets, types)
 
 
 class Samples(Protocol):
@@ -47,22 +60,62 @@ class Samples(Protocol):
         """The samples of these numbers as one batch."""
 
 
-class LabelledSamples:
-    """Tokenised texts with a class each; a batch is padded to its longest text."""
+def _padded(rows: list[list[int]], value: int) -> Tensor:
+    length = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
+    return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
-    def __init__(self, sequences: list[list[int]], labels: list[int], pad: int) -> None:
-        self._sequences, self._labels, self._pad = sequences, labels, pad
+
+def _mask(rows: list[list[int]]) -> Tensor:
+    return _padded([[1] * len(row) for row in rows], 0)
+
+
+class LabelledSamples:
+    """Tokenised texts with a class, or a number, each; a batch is padded to its longest text.
+
+    `types` are the token types of text pairs, as long as the texts.
+    """
+
+    def __init__(
+        self,
+        sequences: list[list[int]],
+        labels: list[int] | list[float],
+        pad: int,
+        types: list[list[int]] | None = None,
+    ) -> None:
+        self._sequences, self._labels, self._pad, self._types = sequences, labels, pad, types
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def batch(self, indices: list[int]) -> Batch:
         rows = [self._sequences[index] for index in indices]
-        length = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
-        ids = torch.tensor([row + [self._pad] * (length - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+        types = None if self._types is None else _padded([self._types[index] for index in indices], 0)
         labels = torch.tensor([self._labels[index] for index in indices])
-        return Batch(ids, mask, labels, tokens=sum(map(len, rows)))
+        return Batch(_padded(rows, self._pad), _mask(rows), labels, sum(map(len, rows)), len(rows), types)
+
+
+class ResponseSamples:
+    """Prompts with the responses that a language model is to learn; a batch is padded to its longest sample.
+
+    A row is the prompt's tokens and then the response's; `prompts` are the lengths of the first part.
+    """
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], pad: int) -> None:
+        assert all(0 < prompt < len(row) for row, prompt in zip(rows, prompts, strict=True))
+        self._rows, self._prompts, self._pad = rows, prompts, pad
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: list[int]) -> Batch:
+        rows, prompts = ([part[index] for index in indices] for part in (self._rows, self._prompts))
+        inputs = [row[:-1] for row in rows]
+        labels = [[IGNORED] * (start - 1) + row[start:] for row, start in zip(rows, prompts, strict=True)]
+        targets = sum(map(len, rows)) - sum(prompts)
+        # Padding is found by length and never by its number, which may be that of the token that ends a response.
+        return Batch(
+            _padded(inputs, self._pad), _mask(inputs), _padded(labels, IGNORED), sum(map(len, inputs)), targets
+        )
 
 
 class Stream:
@@ -78,16 +131,20 @@ class Stream:
         starts = torch.tensor(indices) * self._length
         windows = self._tokens[starts.unsqueeze(1) + torch.arange(self._length + 1)].long()  # [batch, length + 1]
         ids = windows[:, :-1].contiguous()
-        return Batch(ids, torch.ones_like(ids), windows[:, 1:].contiguous(), tokens=ids.numel())
+        return Batch(ids, torch.ones_like(ids), windows[:, 1:].contiguous(), tokens=ids.numel(), targets=ids.numel())
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and held-out samples; `classes` is None for language modelling."""
+    """Training and held-out samples; `classes` is None for language modelling, and 1 where labels are numbers.
+
+    `scores` names what is measured on the held-out samples besides the loss (`scores.SCORES`).
+    """
 
     train: Samples
     held_out: Samples
     classes: int | None
+    scores: tuple[str, ...] = ()
 
 
 def load_data(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
@@ -95,13 +152,50 @@ def load_data(config: DataConfig, tokenizer: Tokenizer) -> Dataset:
     source = read(config)
     if isinstance(source, Labelled):
         train, held_out = (_labelled(part, tokenizer, config.max_length) for part in (source.train, source.held_out))
-        return Dataset(train, held_out, source.classes)
+        return Dataset(train, held_out, source.classes, source.scores)
+    if isinstance(source, Responses):
+        return Dataset(*_responses(source, tokenizer, config), classes=None)
     return Dataset(*_streams(source, tokenizer, config), classes=None)
 
 
-def _labelled(samples: list[tuple[str, int]], tokenizer: Tokenizer, max_length: int) -> LabelledSamples:
-    sequences = tokenizer.encode([text for text, _ in samples], max_length)
-    return LabelledSamples(sequences, [label for _, label in samples], tokenizer.pad)
+def _labelled(samples: list[tuple], tokenizer: Tokenizer, max_length: int) -> LabelledSamples:
+    texts, labels = [text for text, _ in samples], [label for _, label in samples]
+    if isinstance(texts[0], tuple):
+        sequences, types = tokenizer.encode_pairs(texts, max_length)
+        return LabelledSamples(sequences, labels, tokenizer.pad, types)
+    return LabelledSamples(tokenizer.encode(texts, max_length), labels, tokenizer.pad)
+
+
+def _responses(source: Responses, tokenizer: Tokenizer, config: DataConfig) -> list[ResponseSamples]:
+    """Each prompt's tokens, as a user's prompt would have them, then the response's and the token that ends a text."""
+    if tokenizer.end is None:
+        raise InputError(
+            f"The model's tokenizer has no end-of-text token (eos_token); data.kind={config.kind.name} ends responses "
+            "with it: give a model whose tokenizer has one."
+        )
+    parts = []
+    for part, samples in (("training", source.train), ("held-out", source.held_out)):
+        prompts = tokenizer.encode_bare([prompt for prompt, _ in samples])
+        responses = tokenizer.encode_bare([response for _, response in samples])
+        rows, starts = [], []
+        for prompt, response in zip(prompts, responses, strict=True):
+            start = len(tokenizer.begin) + len(prompt)
+            if response and start < config.max_length:
+                rows.append([*tokenizer.begin, *prompt, *response, tokenizer.end][: config.max_length])
+                starts.append(start)
+        if not rows:
+            raise InputError(
+                f"None of the {len(samples):,} {part} samples has a response within data.max_length="
+                f"{config.max_length} tokens; give a larger length."
+            )
+        if len(rows) < len(samples):
+            empty = sum(not response for response in responses)
+            log.warning(
+                "%d of %d %s samples are dropped: %d have no response, the others' prompts fill data.max_length=%d",
+                len(samples) - len(rows), len(samples), part, empty, config.max_length,
+            )  # fmt: skip
+        parts.append(ResponseSamples(rows, starts, tokenizer.pad))
+    return parts
 
 
 def _streams(source: Documents, tokenizer: Tokenizer, config: DataConfig) -> tuple[Stream, Stream]:

@@ -19,6 +19,7 @@ from zenflow.training.data import Batch, Dataset, Order, evaluation_batches
 from zenflow.training.engines import Engine
 from zenflow.training.metrics import Evaluation, Recorder, StepTimer
 from zenflow.training.schema import OptimizerConfig, Schedule, TrainConfig
+from zenflow.training.scores import SCORES
 
 log = logging.getLogger(__name__)
 LOG_LINES = 10  # in a run, where there is no terminal to draw a bar on
@@ -76,17 +77,20 @@ class Loop:
         self._evaluate(steps)
 
     def _step(self, number: int) -> None:
-        """`accumulate` backward passes, for example ids [32, 64] -> logits [32, 2] -> loss [], and one update."""
+        """`accumulate` backward passes, for example ids [32, 64] -> logits [32, 2] -> loss [], and one update.
+
+        The loss is the mean over all labels of the step, whichever micro batch they are in, as of one big batch.
+        """
         config = self._config
         lr = learning_rate(config.optimizer, number, config.steps)
         for group in self._engine.param_groups:
             group["lr"] = lr
         self._timer.start()
         loss, tokens = torch.zeros((), device=self._device), 0
-        for micro in range(config.accumulate):
-            position = ((number - 1) * config.accumulate + micro) * config.batch_size
-            batch = self._data.train.batch(self._order.take(position, config.batch_size)).to(self._device)
-            part = self._loss(self._forward(batch), batch) / config.accumulate
+        batches = [self._train_batch((number - 1) * config.accumulate + micro) for micro in range(config.accumulate)]
+        targets = sum(batch.targets for batch in batches)
+        for batch in batches:
+            part = self._loss(self._forward(batch), batch) * (batch.targets / targets)
             part.backward()
             loss += part.detach()
             tokens += batch.tokens
@@ -95,31 +99,40 @@ class Loop:
         self._timer.stop()
         self._recorder.step(number, loss, lr, tokens, last=number == config.steps)
 
+    def _train_batch(self, micro: int) -> Batch:
+        size = self._config.batch_size
+        return self._data.train.batch(self._order.take(micro * size, size)).to(self._device)
+
     def _forward(self, batch: Batch) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.autocast):
-            return self._model(batch.input_ids, batch.attention_mask)
+            return self._model(*batch.inputs)
 
     def _loss(self, logits: Tensor, batch: Batch, reduction: str = "mean") -> Tensor:
+        if batch.labels.is_floating_point():
+            return functional.mse_loss(logits.squeeze(-1).float(), batch.labels, reduction=reduction)
+        # Labels of -100 (`data.IGNORED`) count for nothing, which is cross_entropy's default.
         return functional.cross_entropy(logits.flatten(0, -2).float(), batch.labels.flatten(), reduction=reduction)
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> None:
-        """Held-out loss and accuracy of the weights as they are; nothing about the training changes by it."""
+        """Held-out loss and scores of the weights as they are; nothing about the training changes by it."""
+        config, data = self._config, self._data
+        loss, count = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        answers: list[tuple[Tensor, Tensor]] = []  # a batch's predictions and labels
         self._model.eval()
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        right = torch.zeros((), dtype=torch.int64, device=self._device)
-        count = 0
-        for batch in evaluation_batches(
-            self._data.held_out, self._config.data.evaluate_samples, self._config.batch_size
-        ):
+        for batch in evaluation_batches(data.held_out, config.data.evaluate_samples, config.batch_size):
             batch = batch.to(self._device)
             logits = self._forward(batch)
             loss += self._loss(logits, batch, reduction="sum")
-            right += (logits.argmax(dim=-1) == batch.labels).sum()
-            count += batch.labels.numel()
+            count += batch.targets
+            if data.classes is not None:
+                answers.append((logits.squeeze(-1) if data.classes == 1 else logits.argmax(dim=-1), batch.labels))
         self._model.train()
-        accuracy = None if self._data.classes is None else right.item() / count
-        self._recorder.evaluation(Evaluation(step, loss.item() / count, accuracy))
+        scores: dict[str, float] = {}
+        if answers:
+            predicted, true = (torch.cat(part).cpu() for part in zip(*answers, strict=True))
+            scores = {name: SCORES[name](predicted, true) for name in data.scores}
+        self._recorder.evaluation(Evaluation(step, loss.item() / count, scores.pop("accuracy", None), scores))
 
     def _report_progress(self, bar: tqdm, number: int) -> None:
         steps, history = self._config.steps, self._recorder.history

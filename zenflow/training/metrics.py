@@ -18,17 +18,27 @@ from torch import Tensor
 
 from zenflow.telemetry import StepRecord
 from zenflow.training.engines import Engine, Report
+from zenflow.training.scores import SCORES
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """After `step` steps: the held-out mean loss (of a token or a text), and the share of right classes if any."""
+    """After `step` steps: the held-out mean loss (of a token or a text), and the share of right classes if any.
+
+    `scores` are the task's others, by their names in `scores.SCORES`.
+    """
 
     step: int
     loss: float
     accuracy: float | None
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def named_scores(self) -> dict[str, float]:
+        """All of them, `accuracy` first."""
+        return ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.scores
 
 
 @dataclass
@@ -125,10 +135,10 @@ class Recorder:
         self._take_records(wait=True)
         self._write_lines()
         self.history.evaluations.append(result)
-        values = {"validation_loss": result.loss, "validation_accuracy": result.accuracy, "tokens": self._tokens}
-        self._write({"step": result.step} | {name: value for name, value in values.items() if value is not None})
-        accuracy = "" if result.accuracy is None else f", accuracy {result.accuracy:.3f}"
-        log.info("step %d: validation loss %.4f%s", result.step, result.loss, accuracy)
+        scores = {f"validation_{name}": value for name, value in result.named_scores.items()}
+        self._write({"step": result.step, "validation_loss": result.loss} | scores | {"tokens": self._tokens})
+        told = "".join(f", {name} {value:.3f}" for name, value in result.named_scores.items())
+        log.info("step %d: validation loss %.4f%s", result.step, result.loss, told)
 
     def __enter__(self) -> Self:
         return self
@@ -234,6 +244,8 @@ def summarise(subject: Subject, history: History) -> dict[str, Any]:
         "validation_loss_after": last.loss,
         "validation_accuracy_before": first.accuracy,
         "validation_accuracy_after": last.accuracy,
+        **{f"validation_{name}_before": value for name, value in first.scores.items()},
+        **{f"validation_{name}_after": value for name, value in last.scores.items()},
         "tokens_per_second": sum(history.tokens) / seconds,
         "step_seconds_median": statistics.median(ordered),
         "step_seconds_p95": ordered[math.ceil(0.95 * steps) - 1],
@@ -271,12 +283,13 @@ def table(summary: dict[str, Any]) -> str:
         ("train loss", f"{s['train_loss_first']:.4f} -> {s['train_loss_last']:.4f} (mean of the last 10)"),
         ("validation loss", f"{s['validation_loss_before']:.4f} -> {s['validation_loss_after']:.4f}"),
     ]
-    if s["validation_accuracy_after"] is None:
+    scores = [name for name in SCORES if s.get(f"validation_{name}_after") is not None]
+    if not scores:
         before, after = (math.exp(min(s[f"validation_loss_{when}"], 700)) for when in ("before", "after"))
         rows.append(("validation perplexity", f"{before:.4g} -> {after:.4g}"))
-    else:
-        before, after = s["validation_accuracy_before"], s["validation_accuracy_after"]
-        rows.append(("validation accuracy", f"{before:.3f} -> {after:.3f}"))
+    for name in scores:
+        before, after = s[f"validation_{name}_before"], s[f"validation_{name}_after"]
+        rows.append((f"validation {name}", f"{before:.3f} -> {after:.3f}"))
     rows += [
         ("speed", f"{s['tokens_per_second']:,.0f} tokens/s"),
         ("step", f"median {_seconds(s['step_seconds_median'])}, p95 {_seconds(s['step_seconds_p95'])}"),

@@ -9,73 +9,26 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import logging
-import pickle
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from zenflow import native
 from zenflow.training.errors import InputError
 from zenflow.training.schema import ModelConfig, ModelKind, TokenizerKind
 from zenflow.training.sources import package_folder
+from zenflow.training.tiny import BYTES, WEIGHTS, TinyModel, load_tiny, read_weights
+from zenflow.training.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
-BYTES = 256
-WEIGHTS, HEAD = "weights.pt", "head.pt"  # of the tiny model, and of a classifier beside its encoder
+HEAD = "head.pt"  # of a classifier, beside its encoder
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.bpe", "*.tiktoken")
-
-
-class Tokenizer(Protocol):
-    """What the data needs to know of a model's tokenizer."""
-
-    pad: int
-
-    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
-        """Token numbers of each text, special tokens included; cut at `max_length` where it is given."""
-
-    def save(self, folder: Path) -> None:
-        """Write what a later run needs to have the same tokenizer."""
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as they are."""
-
-    pad = 0
-
-    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
-        return [list(text.encode()[:max_length]) for text in texts]
-
-    def save(self, folder: Path) -> None:
-        """There is nothing to write."""
-
-
-class PretrainedTokenizer:
-    """The tokenizer of a Hugging Face folder; whole documents (no `max_length`) end with its end-of-text token."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._end = self._tokenizer.eos_token_id
-        self.pad = next((token for token in (self._tokenizer.pad_token_id, self._end) if token is not None), 0)
-
-    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
-        if max_length is not None:
-            return self._tokenizer(texts, truncation=True, max_length=max_length)["input_ids"]
-        ids = self._tokenizer(texts, verbose=False)["input_ids"]
-        return [row if self._end is None else [*row, self._end] for row in ids]
-
-    def save(self, folder: Path) -> None:
-        """The files of a Hugging Face tokenizer."""
-        self._tokenizer.save_pretrained(folder)
 
 
 class Classifier(nn.Module):
@@ -103,48 +56,6 @@ class CausalModel(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits `[batch, length, vocabulary]`."""
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-
-
-class TinyBlock(nn.Module):
-    """Pre-norm causal attention and a feed-forward layer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_feed = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """States `[batch, length, width]` to the same."""
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed(self.norm_feed(x))
-
-
-class TinyModel(nn.Module):
-    """A causal transformer over bytes with tied embedding and head, random weights."""
-
-    def __init__(self, width: int, layers: int, heads: int, max_length: int) -> None:
-        super().__init__()
-        self.sizes = {"width": width, "layers": layers, "heads": heads, "max_length": max_length}
-        self.embedding, self.position = nn.Embedding(BYTES, width), nn.Embedding(max_length, width)
-        self.blocks = nn.ModuleList(TinyBlock(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, BYTES, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits `[batch, length, 256]`; the mask is all ones in running text, hence unused."""
-        x = self.embedding(input_ids) + self.position.weight[: input_ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def check_model(config: ModelConfig) -> None:
@@ -213,7 +124,7 @@ def load_model(config: ModelConfig, *, classes: int | None, max_length: int, dty
     if config.kind is ModelKind.tiny:
         if config.path is None:
             return TinyModel(config.width, config.layers, config.heads, max_length).to(dtype)
-        return _load_tiny(locate_model(config), max_length).to(dtype)
+        return load_tiny(locate_model(config), max_length).to(dtype)
     if _is_random(config):
         return CausalModel(_require_bytes(_random_model(config.config))).to(dtype)
     return _readable(lambda folder: _load_pretrained(folder, config, classes, dtype), config)
@@ -229,31 +140,11 @@ def _load_pretrained(folder: Path, config: ModelConfig, classes: int | None, dty
     encoder = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
     model = Classifier(encoder, encoder.config.hidden_size, classes)
     if (folder / HEAD).is_file():
-        head = _read_weights(folder / HEAD)
+        head = read_weights(folder / HEAD)
         if head["bias"].numel() != classes:
             raise InputError(f"{folder / HEAD} has {head['bias'].numel()} classes, the data has {classes}.")
         model.head.load_state_dict(head)
     return model.to(dtype)
-
-
-def _load_tiny(folder: Path, max_length: int) -> TinyModel:
-    """A saved tiny model in fp32, of the size that it was saved with."""
-    try:
-        model = TinyModel(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        model.load_state_dict(_read_weights(folder / WEIGHTS))
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"{folder} cannot be loaded as a tiny model: {reason}") from error
-    if model.sizes["max_length"] < max_length:
-        raise InputError(f"data.max_length is {max_length}; the model in {folder} takes {model.sizes['max_length']}.")
-    return model
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path.name} is damaged") from error
 
 
 def _random_model(values: dict[str, Any]) -> nn.Module:

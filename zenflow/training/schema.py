@@ -30,7 +30,10 @@ Device = Enum("Device", ["auto", "cpu", "cuda"])
 ModelKind = Enum("ModelKind", ["encoder", "causal", "tiny"])
 TokenizerKind = Enum("TokenizerKind", ["auto", "bytes"])
 Dtype = Enum("Dtype", ["auto", "float32", "bfloat16"])
-DataKind = Enum("DataKind", ["snippets", "austen", "stdlib", "headers", "file"])
+DataKind = Enum(
+    "DataKind", ["snippets", "sms", "questions", "glue", "alpaca", "austen", "stdlib", "headers", "file"]
+)
+GlueTask = Enum("GlueTask", ["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"])
 Schedule = Enum("Schedule", ["constant", "linear", "cosine"])
 TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
 SelectStrategy = Enum("SelectStrategy", ["auto", "step", "epoch"])
@@ -98,6 +101,7 @@ class ModelConfig:
     gguf_file: str | None = None  # of the folder; converted once, then cached
     tokenizer: TokenizerKind = TokenizerKind.auto  # auto: the folder's own, and bytes for tiny
     dtype: Dtype = Dtype.auto  # auto: bfloat16 on a GPU, float32 on a CPU
+    checkpointing: bool = False  # keep each layer's input alone and compute the rest again in backward
     width: int = 64  # tiny only, like the rest
     layers: int = 2
     heads: int = 4

