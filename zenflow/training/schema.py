@@ -55,11 +55,11 @@ class EngineConfig:
 class AdamWEngine(EngineConfig):
     """torch's fused AdamW on the trainer's device, with fp32 masters where the weights are bf16."""
 
+    masters: bool = True  # false: moments and updates in the weights' own bf16
+
 
 @dataclass
 class ZenFlowEngine(EngineConfig):
-    masters: bool = True  # false: moments and updates in the weights' own bf16
-
     """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
 
     topk_ratio: int | float | str = 0.1  # 0 and 1 are numbers too
@@ -116,6 +116,8 @@ class DataConfig:
 
     kind: DataKind = DataKind.snippets
     path: str | None = None
+    task: GlueTask | None = None  # glue only
+    mismatched: bool = False  # glue's mnli only: hold out dev_mismatched, text of other genres, not dev_matched
     text_field: str = "text"  # of a JSON line
     label_field: str | None = None
     max_length: int = 64  # tokens a sample
@@ -167,13 +169,13 @@ class TrainConfig:
     plot: bool = True  # loss.png, if matplotlib is there
     trace: str | None = None  # file.json in the run's folder: what ran where in trace_steps, and a picture beside it
     trace_steps: list[int] = field(default_factory=lambda: [5, 16])  # the first and the last
+    variant: str | None = None  # settings as words, which the command line applies last: one value of an ablation
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
-    variant: str | None = None  # settings as words, which the command line applies last: one value of an ablation
 
 def plain(value: Any) -> Any:
     """Dataclasses as dicts and enums as their names, for JSON and trackers."""
@@ -238,12 +240,6 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
         sys.exit(f"{name}: {error}" if known else 1)
 
 
-_sweep: Path | None = None  # the folder that the sweep which starts now will make
-
-
-def sweep_watch() -> Any:
-    """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
-    from hydra.experimental.callback import Callback
 def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> DictConfig:
     """`cfg`, or, where it has a variant, the configuration composed anew with the variant's words behind all others.
 
@@ -272,6 +268,12 @@ def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> Dict
     return varied
 
 
+_sweep: Path | None = None  # the folder that the sweep which starts now will make
+
+
+def sweep_watch() -> Any:
+    """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
+    from hydra.experimental.callback import Callback
 
     class Watch(Callback):
         def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
