@@ -1,0 +1,45 @@
+"""`python -m tests.ring_model --buckets 3 --windows 5`: the protocol's model, larger than the tests explore it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+
+from tests.ring_model.explore import Explorer
+from tests.ring_model.protocol import Setup, build
+
+
+def main() -> int:
+    """0 if nothing is wrong; else the shortest way to the first fault is printed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.ring_model", description=__doc__)
+    parser.add_argument("--buckets", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--intervals", type=int, nargs="+", default=[1, 2], help="steps in a window")
+    arguments = parser.parse_args()
+    states, started = 0, time.monotonic()
+    for interval in arguments.intervals:
+        steps = range(1, interval * arguments.windows + 1)
+        ends = frozenset(steps[interval - 1 :: interval])
+        events = [{}, {"selecting": ends}, {"saving": frozenset(steps)}, {"flushing": frozenset(steps[::2])}]
+        events += [{"dropping": frozenset(steps)}, {"selecting": frozenset([max(ends)]), "saving": ends}]
+        choices = itertools.product(
+            (0, 1), ("backward", "step"), (True, False), ((False, False), (True, False), (True, True))
+        )
+        for (staleness, upload, words, (on_host, zeroed)), event in itertools.product(choices, events):
+            setup = Setup(
+                arguments.buckets, arguments.windows, interval, staleness, upload, on_host, words, zeroed, **event
+            )
+            result = Explorer(build(setup), deaths=True).run()
+            states += result.states
+            if result.fault:
+                print(setup, result, sep="\n")
+                return 1
+            print(f"{result.states:>10,} states  {setup}", flush=True)
+    print(f"{states:,} states in {time.monotonic() - started:.0f} s, nothing wrong")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
