@@ -167,35 +167,37 @@ def _labelled(samples: list[tuple], tokenizer: Tokenizer, max_length: int) -> La
 
 
 def _responses(source: Responses, tokenizer: Tokenizer, config: DataConfig) -> list[ResponseSamples]:
-    """Each prompt's tokens, as a user's prompt would have them, then the response's and the token that ends a text."""
     if tokenizer.end is None:
         raise InputError(
             f"The model's tokenizer has no end-of-text token (eos_token); data.kind={config.kind.name} ends responses "
             "with it: give a model whose tokenizer has one."
         )
-    parts = []
-    for part, samples in (("training", source.train), ("held-out", source.held_out)):
-        prompts = tokenizer.encode_bare([prompt for prompt, _ in samples])
-        responses = tokenizer.encode_bare([response for _, response in samples])
-        rows, starts = [], []
-        for prompt, response in zip(prompts, responses, strict=True):
-            start = len(tokenizer.begin) + len(prompt)
-            if response and start < config.max_length:
-                rows.append([*tokenizer.begin, *prompt, *response, tokenizer.end][: config.max_length])
-                starts.append(start)
-        if not rows:
-            raise InputError(
-                f"None of the {len(samples):,} {part} samples has a response within data.max_length="
-                f"{config.max_length} tokens; give a larger length."
-            )
-        if len(rows) < len(samples):
-            empty = sum(not response for response in responses)
-            log.warning(
-                "%d of %d %s samples are dropped: %d have no response, the others' prompts fill data.max_length=%d",
-                len(samples) - len(rows), len(samples), part, empty, config.max_length,
-            )  # fmt: skip
-        parts.append(ResponseSamples(rows, starts, tokenizer.pad))
-    return parts
+    parts = (("training", source.train), ("held-out", source.held_out))
+    return [_response_part(part, samples, tokenizer, config.max_length) for part, samples in parts]
+
+
+def _response_part(part: str, samples: list[tuple[str, str]], tokenizer: Tokenizer, length: int) -> ResponseSamples:
+    """The prompts' tokens as a prompt alone would have them, then the responses' and the token that ends a text.
+
+    A row is cut at `length`, and a cut response has no end. Samples of whose response nothing is left are dropped.
+    """
+    prompts, responses = (tokenizer.encode_bare(list(texts)) for texts in zip(*samples, strict=True))
+    rows, starts, empty = [], [], 0
+    for prompt, response in zip(prompts, responses, strict=True):
+        start = len(tokenizer.begin) + len(prompt)
+        empty += not response
+        if response and start < length:
+            rows.append([*tokenizer.begin, *prompt, *response, tokenizer.end][:length])
+            starts.append(start)
+    if not rows:
+        raise InputError(
+            f"None of the {len(samples):,} {part} samples has a response within data.max_length={length} tokens; "
+            "give a larger length."
+        )
+    if dropped := len(samples) - len(rows):
+        what = "%d of %d %s samples are dropped: %d without a response, %d whose prompt fills data.max_length=%d"
+        log.warning(what, dropped, len(samples), part, empty, dropped - empty, length)
+    return ResponseSamples(rows, starts, tokenizer.pad)
 
 
 def _streams(source: Documents, tokenizer: Tokenizer, config: DataConfig) -> tuple[Stream, Stream]:

@@ -1,14 +1,15 @@
 """Models: an encoder with a linear head, a causal language model, by path or by configuration, and a tiny one.
 
 Every model maps `input_ids`, `attention_mask` (int64 `[batch, length]`) to logits: `[batch, classes]` for an encoder,
-`[batch, length, vocabulary]` for a language model. `transformers` (the extra `hf`) is imported only where it is used.
-Folders that `saving.save_model` left are loaded like any other.
+which takes the token types of text pairs too, and `[batch, length, vocabulary]` for a language model. `transformers`
+(the extra `hf`) is imported only where it is used. Folders that `saving.save_model` left are loaded like any other.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import logging
 import sys
 import tempfile
@@ -38,10 +39,13 @@ class Classifier(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.head = nn.Linear(width, classes)
+        known = getattr(getattr(encoder, "config", None), "type_vocab_size", None) or 0
+        self._has_types = known > 1 and "token_type_ids" in inspect.signature(encoder.forward).parameters
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits `[batch, classes]`."""
-        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """Logits `[batch, classes]`; `token_types` int64 `[batch, length]`, unused where the encoder has none."""
+        types = {"token_type_ids": token_types} if self._has_types and token_types is not None else {}
+        states = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **types).last_hidden_state
         weight = attention_mask.unsqueeze(-1).to(states.dtype)  # [batch, length, 1]
         return self.head((states * weight).sum(dim=1) / weight.sum(dim=1))
 
@@ -123,21 +127,32 @@ def load_model(config: ModelConfig, *, classes: int | None, max_length: int, dty
     """
     if config.kind is ModelKind.tiny:
         if config.path is None:
-            return TinyModel(config.width, config.layers, config.heads, max_length).to(dtype)
-        return load_tiny(locate_model(config), max_length).to(dtype)
+            model = TinyModel(config.width, config.layers, config.heads, max_length)
+        else:
+            model = load_tiny(locate_model(config), max_length)
+        model.checkpointing = config.checkpointing
+        return model.to(dtype)
     if _is_random(config):
-        return CausalModel(_require_bytes(_random_model(config.config))).to(dtype)
-    return _readable(lambda folder: _load_pretrained(folder, config, classes, dtype), config)
+        model = CausalModel(_require_bytes(_random_model(config.config))).to(dtype)
+    else:
+        model = _readable(lambda folder: _load_pretrained(folder, config, classes, dtype), config)
+    inner = model.model if isinstance(model, CausalModel) else model.encoder
+    _require_positions(inner, max_length)
+    if config.checkpointing:
+        _enable_checkpointing(inner)
+    return model
 
 
 def _load_pretrained(folder: Path, config: ModelConfig, classes: int | None, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModel, AutoModelForCausalLM
 
     if config.kind is ModelKind.causal:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = _load_whole(AutoModelForCausalLM, folder, dtype)
         return CausalModel(_require_bytes(model) if config.tokenizer is TokenizerKind.bytes else model)
     assert classes is not None
-    encoder = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    encoder = _load_whole(AutoModel, folder, dtype)
+    if getattr(encoder.config, "is_encoder_decoder", False):
+        raise InputError(f"{folder} holds an encoder with a decoder; give a folder with an encoder alone.")
     model = Classifier(encoder, encoder.config.hidden_size, classes)
     if (folder / HEAD).is_file():
         head = read_weights(folder / HEAD)
@@ -145,6 +160,35 @@ def _load_pretrained(folder: Path, config: ModelConfig, classes: int | None, dty
             raise InputError(f"{folder / HEAD} has {head['bias'].numel()} classes, the data has {classes}.")
         model.head.load_state_dict(head)
     return model.to(dtype)
+
+
+def _load_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The folder's model. Errors: InputError where weights are missing, which transformers would make up.
+
+    An encoder's pooler is never used and may be missing.
+    """
+    model, found = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+    if missing := sorted(name for name in found["missing_keys"] if not name.startswith("pooler.")):
+        raise InputError(
+            f"{folder} lacks {len(missing)} of the weights of its {type(model).__name__}, {missing[0]} for one; give a "
+            "folder with all of them."
+        )
+    return model
+
+
+def _require_positions(model: nn.Module, max_length: int) -> None:
+    known = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(known, int) and 0 < known < max_length:
+        raise InputError(f"data.max_length is {max_length}; the model takes up to {known} tokens.")
+
+
+def _enable_checkpointing(model: nn.Module) -> None:
+    """Non-reentrant: no weight is used after its gradient exists, which `upload: backward` needs."""
+    if not model.supports_gradient_checkpointing:
+        raise InputError(f"model.checkpointing is true; allowed for {type(model).__name__}: false.")
+    # transformers renamed it; both take the same first argument.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _random_model(values: dict[str, Any]) -> nn.Module:
@@ -181,6 +225,7 @@ def _require_bytes(model: nn.Module) -> nn.Module:
 
 def _readable(load: Any, config: ModelConfig) -> Any:
     """`load(folder)`, with what Hugging Face raises for unusable files made one sentence."""
+    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
@@ -190,7 +235,7 @@ def _readable(load: Any, config: ModelConfig) -> Any:
         return load(_converted(folder, config.gguf_file) if config.gguf_file else folder)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"{folder} cannot be loaded as a model: {reason}") from error
 

@@ -30,9 +30,7 @@ Device = Enum("Device", ["auto", "cpu", "cuda"])
 ModelKind = Enum("ModelKind", ["encoder", "causal", "tiny"])
 TokenizerKind = Enum("TokenizerKind", ["auto", "bytes"])
 Dtype = Enum("Dtype", ["auto", "float32", "bfloat16"])
-DataKind = Enum(
-    "DataKind", ["snippets", "sms", "questions", "glue", "alpaca", "austen", "stdlib", "headers", "file"]
-)
+DataKind = Enum("DataKind", ["snippets", "sms", "questions", "glue", "alpaca", "austen", "stdlib", "headers", "file"])
 GlueTask = Enum("GlueTask", ["cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"])
 Schedule = Enum("Schedule", ["constant", "linear", "cosine"])
 TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
