@@ -135,6 +135,7 @@ class _Run:
         self.uploaded: dict[int, tuple[int, int]] = {}
         self.copied: tuple[int, int] = (COPIES, 0)
         self.window_ends: list[int] = []
+        self.leaving = False  # gradients are on their way
         self.visible = 0  # the window that the deferred weights show
         self.owned = 0  # the step whose selected masters the weights show
 
@@ -203,8 +204,9 @@ class _Run:
         """Phase 1, and phase 5 under it."""
         weights = self._each("weights", self.visible) | self._each("selected weights", self.owned)
         if self.setup.zeroed:
-            if self.setup.on_host and self._has("e: gradients are copied before they are zeroed"):
+            if self.leaving and self._has("e: gradients are copied before they are zeroed"):
                 self.compute.wait_stream(self.copies)
+            self.leaving = False
             self.compute.push(("zero", self.step), "zenflow.optimizer:ZenFlow.zero_grad", writes=self._gradients(0))
         self.compute.push(("forward", self.step), "", reads=weights)
         for bucket in self.buckets:
@@ -271,7 +273,8 @@ class _Run:
     def _send_gradients(self, position: int) -> None:
         if self._has("c: the fold before the copy"):
             self.copies.wait_stream(self.compute)
-        for bucket in self.buckets:
+        self.leaving = True
+        for bucket in reversed(self.buckets):
             self.copies.push(
                 ("gradient", self.step, bucket),
                 "zenflow.sending:Sender.send_gradients",
@@ -313,7 +316,7 @@ class _Run:
 
     def _write_masters(self) -> None:
         where = "zenflow.pipeline:Pipeline.write_selected"
-        self.compute.push(("masters", self.owned), where, writes=self._each("selected weights", self.owned))
+        self.compute.push(("masters", self.step), where, writes=self._each("selected weights", self.owned))
 
     def _make_visible(self) -> None:
         if self.pending:

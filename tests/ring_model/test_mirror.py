@@ -1,0 +1,264 @@
+"""The model's programs are the engine's: what it queues on its streams, in which order and behind what.
+
+The engine runs on the CPU with streams and events that take notes, as it would on a GPU; data move at once, so that the
+run itself is right. Left out: the inside of a selection, whose events only a GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ring_model.explore import ACTORS, COMPUTE, COPIES, HOST, UPLOADS, Op
+from tests.ring_model.protocol import Setup, Stream, build
+from zenflow import ZenFlow
+from zenflow import pipeline as pipeline_module
+from zenflow.client import WorkerClient
+from zenflow.ring import SegmentMemory
+from zenflow.sending import Sender
+from zenflow.storage import ParamRecord
+from zenflow.uploads import Sent, Uploads
+
+DONE = -1
+
+
+class NotingStream(Stream):
+    """A CUDA stream as the engine sees it."""
+
+    def wait_event(self, event: Any) -> None:
+        super().wait_event(event.point if isinstance(event, NotingEvent) else event)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.host.append(Op(("synchronize", self.actor), ""))
+
+
+class NotingEvent:
+    """A CUDA event: the point of a stream at which it was recorded last."""
+
+    def __init__(self, engine: NotingEngine) -> None:
+        self.engine, self.point = engine, (COMPUTE, 0)
+
+    def record(self, stream: NotingStream | None = None) -> None:
+        self.point = (stream or self.engine.current).event()
+
+
+class NotingWords:
+    """`driver.StreamWords`, with the CPU doing at once what the streams would do later."""
+
+    def __init__(self, engine: NotingEngine, client: WorkerClient) -> None:
+        self.engine, self.client = engine, client
+
+    def wait(self, stream: NotingStream, address: int, value: int) -> None:
+        stream.wait_word(DONE, value)
+        with self.engine.muted():
+            self.client.wait_done(value)
+
+    def write(self, stream: NotingStream, address: int, value: int) -> None:
+        stream.push(("ready", value), "")
+        memory = self.engine.storage.memory
+        buckets = len(memory.segment.buckets)
+        memory.publish((value - 1) % buckets, (value - 1) // buckets % 2, value)
+
+    def copy_to_device(self, stream: NotingStream, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+
+class NotingEngine:
+    """A ZenFlow optimizer on the CPU whose pipeline believes that it has streams."""
+
+    def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.setup, self.host, self.quiet = setup, [], False
+        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(setup.buckets)))
+        self.engine = ZenFlow(
+            self.model.parameters(), topk_ratio=0.0, min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
+            update_interval=setup.interval, overlap_step=bool(setup.staleness), upload=setup.upload, upload_check=False,
+            backward_passes_per_step=1, accumulate_on="host" if setup.on_host else "gpu", select_interval=10**6,
+        )  # fmt: skip
+        self.pipeline = self.engine._pipeline
+        (self.storage,) = self.pipeline.storages
+        assert len(self.storage.segment.buckets) == setup.buckets
+        self.compute, self.copies, self.uploads = (NotingStream(a, self.host) for a in (COMPUTE, COPIES, UPLOADS))
+        self.current = self.compute
+        self.step = 0
+        self._give_streams(monkeypatch)
+        self._take_notes(monkeypatch)
+        for bucket, layer in enumerate(reversed(self.model)):
+            layer.weight.register_hook(lambda grad, bucket=bucket: self._gradient(bucket))
+
+    def _give_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sender, uploads, client = self.pipeline.sender, self.pipeline.uploads, self.pipeline.client
+        sender.stream, uploads.stream, sender._copied = self.copies, self.uploads, NotingEvent(self)
+        words = NotingWords(self, client) if self.setup.stream_words else None
+        sender._words = NotingWords(self, client)
+        uploads._words = words
+        for events in (self.storage.gradients_exist, self.storage.uploaded):
+            events += [NotingEvent(self) for _ in range(self.setup.buckets)]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self._as_current)
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        if words is None:  # what the worker's pace decides: it is never found to have finished
+            uploads._client = Unfinished(client)
+
+    @contextmanager
+    def _as_current(self, stream: NotingStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        before, self.quiet = self.quiet, True
+        yield
+        self.quiet = before
+
+    def note(self, *key: object) -> None:
+        if not self.quiet:
+            self.host.append(Op(key, ""))
+
+    def _take_notes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def before(owner: Any, name: str, notes: Any) -> None:
+            original = getattr(owner, name)
+
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                notes(*args)
+                with self.muted():
+                    return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noting)
+
+        for name, key in (("close_step", "close"), ("fused_step", "update"), ("write_masters", "masters")):
+            before(pipeline_module, name, lambda *_, key=key: self.compute.push((key, self.step), ""))
+        before(WorkerClient, "check", lambda client: self.note("check"))
+        before(WorkerClient, "wait_done", lambda client, seq, *_: self.note("wait for", seq))
+        before(SegmentMemory, "_write_window", lambda memory, turn, seq, window, *_: self.note("records", window))
+        before(Sender, "_send_sum", lambda _, item: self.copies.push(("copy", item.window, item.bucket.index), ""))
+        before(Sender, "_copy", self._log)
+        before(ParamRecord, "lane", self._lane)
+        before(Uploads, "_copy", self._upload)
+
+    def _log(self, sender: Sender, target: Tensor, source: Tensor) -> None:
+        if target.data_ptr() in [log.data_ptr() for log in self.storage.logs]:
+            self.copies.push(("log", self.pipeline.clock.state.window), "")
+
+    def _lane(self, record: ParamRecord, turn: int, position: int) -> None:
+        if self.current is self.copies:
+            number = self.storage.indices.index(record.index)
+            self.copies.push(("gradient", self.step, number), "")
+
+    def _upload(self, uploads: Uploads, sent: Sent) -> None:
+        self.uploads.push(("upload", sent.bucket.index, sent.window), "")
+
+    def _gradient(self, bucket: int) -> None:
+        self.compute.push(("backward", self.step, bucket), "")
+
+    # A training loop, as the model has it
+
+    def run(self) -> None:
+        setup = self.setup
+        for self.step in range(1, setup.windows * setup.interval + 1):
+            self.backward()
+            if self.step in setup.dropping:
+                self.backward()
+            self.engine.step()
+            if self.step in setup.saving:
+                self.engine.state_dict()
+            if self.step in setup.flushing:
+                self.engine.flush()
+            if not setup.zeroed:
+                self.engine.zero_grad()
+        self.engine.flush()
+
+    def backward(self) -> None:
+        self.engine.zero_grad(set_to_none=not self.setup.zeroed)
+        if self.setup.zeroed:
+            self.compute.push(("zero", self.step), "")
+        self.compute.push(("forward", self.step), "")
+        self.model(torch.ones(2, 8)).square().sum().backward()
+
+
+class Unfinished:
+    """A client whose worker has finished nothing until it is waited for."""
+
+    def __init__(self, client: WorkerClient) -> None:
+        self.client = client
+
+    def finished(self, seq: int) -> bool:
+        return False
+
+    def wait_done(self, seq: int, check: Any) -> float:
+        return self.client.wait_done(seq, check)
+
+
+def comparable(host: list[Op]) -> list[tuple]:
+    """What the host did, less what a CPU cannot show: reading results, and waiting for the compute stream."""
+    unseen = (("synchronize", COMPUTE),)
+    return [op.key for op in host if op.key[0] not in ("look", "save") and op.key not in unseen]
+
+
+def guards(ops: list[Op]) -> list[tuple]:
+    """Each operation with the points of other streams and the `done` that it waits for."""
+    others = [tuple(place for place in op.after if place[0] != HOST) for op in ops]
+    return [(op.key, after, tuple(least for _, least in op.until)) for op, after in zip(ops, others, strict=True)]
+
+
+SETUPS = {
+    "overlap": {"windows": 4},
+    "three-buckets": {"buckets": 3},
+    "two-steps": {"interval": 2, "saving": {1, 4}},
+    "no-overlap": {"staleness": 0},
+    "upload-in-step": {"upload": "step"},
+    "host-waits": {"stream_words": False},
+    "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
+    "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
+    "host": {"on_host": True, "interval": 2, "saving": {3}},
+    "host-zeroed": {"on_host": True, "zeroed": True, "dropping": {2}},
+}
+
+
+def difference(setup: Setup, like: Setup, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the engine under `setup` and the model of `like` differ; empty if nowhere."""
+    real, program = NotingEngine(setup, monkeypatch), build(like)
+    try:
+        real.run()
+    finally:
+        monkeypatch.undo()
+        real.engine.close(flush=False)
+    pairs = {"host": (comparable(real.host), comparable(program.ops[HOST]))}
+    for stream in (real.compute, real.copies, real.uploads):
+        pairs[ACTORS[stream.actor]] = guards(stream.ops), guards(program.ops[stream.actor])
+    found = [f"{who}: {one} and {two}" for who, both in pairs.items() for one, two in zip_longest(*both) if one != two]
+    return "\n".join(found)
+
+
+def make(name: str, **more: object) -> Setup:
+    return Setup(**{key: frozenset(x) if isinstance(x, set) else x for key, x in SETUPS[name].items()}, **more)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_engine_queues_what_the_model_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not difference(make(name), make(name), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "method, order",
+    [
+        ("wait_for_copies", "d: the copy before the next fold"),
+        ("_free_records", "e: a turn's last window is done before its records are written"),
+    ],
+)
+def test_an_engine_without_an_order_is_the_model_without_it(
+    method: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sender, method, lambda self: None)
+    assert not difference(make("overlap"), make("overlap", without=frozenset({order})), monkeypatch)
+    monkeypatch.setattr(Sender, method, lambda self: None)
+    assert difference(make("overlap"), make("overlap"), monkeypatch)
