@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +70,19 @@ class Watched:
         return getattr(self._engine, name)
 
 
-@dataclass
 class Listener:
-    """What the loop tells its recorder: losses, read at the end, and evaluations."""
+    """What the loop tells its recorder, kept in `history`; a loss is read at once, as the study waits anyway."""
 
-    history: History = field(default_factory=History)
-    losses: list[Tensor] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    def __init__(self, timer: StepTimer) -> None:
+        self.history = History()
+        self._timer = timer
 
     def step(self, number: int, loss: Tensor, lr: float, tokens: int, *, last: bool) -> None:
-        self.losses.append(loss)
+        self.history.losses.append(float(loss))
+        self.history.seconds += self._timer.read()
 
     def evaluation(self, result: Evaluation) -> None:
-        self.evaluations.append(result)
+        self.history.evaluations.append(result)
         log.info("step %d: validation loss %.4f", result.step, result.loss)
 
 
@@ -93,8 +93,7 @@ class Seen:
     study: Study
     record: dict[str, Any]
     parameters: int
-    losses: list[float]
-    evaluations: list[Evaluation]
+    history: History
 
     @property
     def title(self) -> str:
@@ -104,15 +103,16 @@ class Seen:
     @property
     def heading(self) -> list[str]:
         """What was watched, on what, and whether it trained."""
-        record, first, last = self.record, self.evaluations[0], self.evaluations[-1]
+        record, losses = self.record, self.history.losses
+        first, last = (self.history.evaluations[place].loss for place in (0, -1))
         samples, machine = record["batch_size"] * record["accumulate"], facts()
         return [
             f"{self.title} of {samples:,} samples, lr {record['optimizer']['lr']:g}, seed {record['seed']}, "
             f"weights in {record['model']['dtype']}",
             f"{self.study.matrices:,} matrices with {self.study.numel / 1e6:,.1f}M of {self.parameters / 1e6:,.1f}M "
             f"parameters; {self.study.empty:,} steps without a finite gradient",
-            f"training loss {self.losses[0]:.4f} -> {statistics.fmean(self.losses[-10:]):.4f} (mean of the last 10), "
-            f"held out {first.loss:.4f} -> {last.loss:.4f}",
+            f"training loss {losses[0]:.4f} -> {statistics.fmean(losses[-10:]):.4f} (mean of the last 10), "
+            f"held out {first:.4f} -> {last:.4f}",
             f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, commit {machine['commit'] or 'unknown'}",
         ]
 
@@ -120,14 +120,14 @@ class Seen:
 def _watch(config: LocalityConfig) -> Seen:
     prepared = training.prepare(config)
     model = prepared.model.to(prepared.device).train()
-    study, listener = Study(model.named_parameters(), config.locality), Listener()
+    timer = StepTimer(prepared.device)
+    study, listener = Study(model.named_parameters(), config.locality), Listener(timer)
     with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
-        Loop(config, model, prepared.data, Watched(engine, study), listener, StepTimer(prepared.device)).run()
+        Loop(config, model, prepared.data, Watched(engine, study), listener, timer).run()
     if study.empty == study.steps:
         raise InputError("No step had a finite gradient above zero; give a smaller optimizer.lr, or other data.")
     parameters = sum(weight.numel() for weight in model.parameters())
-    losses = [float(loss) for loss in listener.losses]
-    return Seen(study, prepared.record, parameters, losses, listener.evaluations)
+    return Seen(study, prepared.record, parameters, listener.history)
 
 
 def _leave(seen: Seen, rows: list[Row], folder: Path) -> None:
@@ -150,8 +150,8 @@ def _result(seen: Seen, rows: list[Row]) -> dict[str, Any]:
         "machine": facts(),
         "steps": study.steps,
         "steps_without_gradient": study.empty,
-        "losses": seen.losses,
-        "validation_losses": {point.step: point.loss for point in seen.evaluations},
+        "losses": seen.history.losses,
+        "validation_losses": {point.step: point.loss for point in seen.history.evaluations},
         "shares": share_rows(study, rows),
         "survival": survival_rows(study, rows),
         "kinds": kind_rows(study, rows),
