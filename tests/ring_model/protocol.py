@@ -456,8 +456,8 @@ class _Run:
         if self.setup.on_host:
             for place, step in enumerate(self.running):
                 reads |= {self._lane(self.window, place, bucket): step for bucket in self.buckets}
-        self._host(("save", self.step), "zenflow.checkpoint:save", reads=_items(reads))
-        self._look("zenflow.checkpoint:_entry")
+        self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=_items(reads))
+        self._look("zenflow.optimizer:ZenFlow.state_dict")
 
     def _flush(self) -> None:
         """`Pipeline.flush`, and a user who looks at the weights after it."""
