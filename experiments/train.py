@@ -18,8 +18,14 @@ def job(cfg: DictConfig) -> float:
     return run_job(train, cfg)
 
 
+def table_of_jobs(sweep: Path) -> None:
+    from zenflow.report.sweep import summarise_sweep
+
+    summarise_sweep(sweep)
+
+
 def main() -> None:
-    run_command(job)
+    run_command(job, after_sweep=table_of_jobs)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from zenflow.telemetry import StepRecord
 from zenflow.training.engines import Engine, Report
+from zenflow.training.rates import DeferredRates
 from zenflow.training.scores import SCORES
 
 log = logging.getLogger(__name__)
@@ -106,18 +108,28 @@ class Recorder:
 
     Losses and times are read at every `log_every`-th step and before an evaluation, which wait for the device anyway;
     `grad_norm` and `skipped_steps` are those of the step at which they are read. The engine's record of a step comes
-    when the device has passed it, and its line waits for that. A context, to be left before the engine ends: a run that
-    fails keeps the steps that it has finished, at worst without the engine's part.
+    when the device has passed it, and its line waits for that; `rates` adds what the CPU process applied. `tokens` and
+    `elapsed_seconds`, the steps' own times together, are those up to a line's end. A line is in the file as soon as it
+    is written. A context, to be left before the engine ends: a run that fails keeps the steps that it has finished, at
+    worst without the engine's part.
     """
 
-    def __init__(self, folder: Path, timer: StepTimer, engine: Engine, log_every: int, tracker: Any | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timer: StepTimer,
+        engine: Engine,
+        log_every: int,
+        tracker: Any | None,
+        rates: DeferredRates | None = None,
+    ) -> None:
         self.history = History()
         self._file = open(folder / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         self._timer, self._engine, self._log_every, self._tracker = timer, engine, log_every, tracker
         self._unread: list[_Step] = []
         self._lines: deque[dict[str, Any]] = deque()  # read, and waiting for the engine's record
         self._records: dict[int, StepRecord] | None = {}  # by step; None where the engine keeps none
-        self._tokens = 0
+        self._rates, self._tokens, self._elapsed = rates, 0, 0.0
 
     def step(self, number: int, loss: Tensor, lr: float, tokens: int, *, last: bool) -> None:
         """`loss` is a scalar on the device, `lr` the rate that this step applied, `tokens` the real ones in it."""
@@ -136,7 +148,8 @@ class Recorder:
         self._write_lines()
         self.history.evaluations.append(result)
         scores = {f"validation_{name}": value for name, value in result.named_scores.items()}
-        self._write({"step": result.step, "validation_loss": result.loss} | scores | {"tokens": self._tokens})
+        seen = {"tokens": self._tokens, "elapsed_seconds": self._elapsed}
+        self._write({"step": result.step, "validation_loss": result.loss} | scores | seen)
         told = "".join(f", {name} {value:.3f}" for name, value in result.named_scores.items())
         log.info("step %d: validation loss %.4f%s", result.step, result.loss, told)
 
@@ -160,14 +173,19 @@ class Recorder:
         if not self._unread:
             return
         losses, seconds = torch.stack([step.loss for step in self._unread]).tolist(), self._timer.read()
+        first = len(self._lines)
         # An interrupt between the timer and `step` leaves a time without a step.
         for step, loss, duration in zip(self._unread, losses, seconds, strict=False):
             self.history.losses.append(loss)
             self.history.seconds.append(duration)
             self.history.tokens.append(step.tokens)
             line = {"step": step.number, "loss": loss, "lr": step.lr, "batch_tokens": step.tokens, "tokens": step.seen}
-            self._lines.append(line | {"seconds": duration})
+            self._elapsed += duration
+            self._lines.append(line | {"seconds": duration, "elapsed_seconds": self._elapsed})
         self._unread.clear()
+        if self._rates is not None:
+            new = list(islice(self._lines, first, None))
+            self._rates.read(new, None if report is None else report.skipped_steps)
         if report is not None:
             self.history.report = report
             self._lines[-1] |= {"grad_norm": report.grad_norm, "skipped_steps": report.skipped_steps}
@@ -191,6 +209,7 @@ class Recorder:
             if record is not None:
                 self.history.engine.append(engine_part(record, line["seconds"]))
                 line |= self.history.engine[-1]
+                line |= {} if self._rates is None else self._rates.complete(line)
             self._write(line)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -228,8 +247,8 @@ class Subject:
 def summarise(subject: Subject, history: History) -> dict[str, Any]:
     """The run's figures under plain names, None where there is none. Seconds, bytes, shares from 0 to 1.
 
-    Of `compute` (forward and backward) and `optimizer` the means are over all steps but the first, which compiles and
-    selects. Traffic is in bytes, and in M, the bytes of the weights.
+    Means of a step's time, of `compute` (forward and backward) and of `optimizer` are over all steps but the first,
+    which compiles and selects. Traffic is in bytes, and in M, the bytes of the weights.
     """
     first, last = history.evaluations[0], history.evaluations[-1]
     steps, seconds, report = len(history.losses), sum(history.seconds), history.report
@@ -246,7 +265,9 @@ def summarise(subject: Subject, history: History) -> dict[str, Any]:
         "validation_accuracy_after": last.accuracy,
         **{f"validation_{name}_before": value for name, value in first.scores.items()},
         **{f"validation_{name}_after": value for name, value in last.scores.items()},
+        "training_seconds": seconds,
         "tokens_per_second": sum(history.tokens) / seconds,
+        "step_seconds_mean": statistics.fmean(history.seconds[1:] or history.seconds),
         "step_seconds_median": statistics.median(ordered),
         "step_seconds_p95": ordered[math.ceil(0.95 * steps) - 1],
         "compute_seconds_per_step": _mean(history, "compute_seconds"),

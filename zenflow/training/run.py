@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +23,13 @@ from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise, table
 from zenflow.training.models import Tokenizer, load_model, load_tokenizer
+from zenflow.training.rates import DeferredRates
 from zenflow.training.saving import save_model
 from zenflow.training.schema import Device, Dtype, TrackingMode, TrainConfig, ZenFlowEngine, plain
 from zenflow.training.sources import locate
 
 log = logging.getLogger(__name__)
+INTERRUPTED = 130  # the exit code, as shells have it
 
 
 @dataclass(frozen=True)
@@ -92,34 +95,70 @@ def prepare(config: TrainConfig) -> Prepared:
     if isinstance(config.engine, ZenFlowEngine):
         values = vars(zenflow_config(config.engine, config.optimizer, steps_per_epoch))
         record["engine"] = {name: values[name] for name in record["engine"]}
+    _resolve(record)
     return Prepared(model, tokenizer, data, torch.device(record["device"]), steps_per_epoch, record)
+
+
+def _resolve(record: dict[str, Any]) -> None:
+    """What `auto` comes to here. `worker_threads` stays: the engine takes as many as each window asks for."""
+    model, engine = record["model"], record["engine"]
+    if model["kind"] == "tiny":
+        model["tokenizer"] = "bytes"
+    if engine.get("core_binding") == "auto":
+        engine["core_binding"] = record["device"] == "cuda"
+    if engine.get("ring_dtype") == "auto" and engine["accumulate_on"] == "gpu":
+        engine["ring_dtype"] = model["dtype"]  # the gradient's
 
 
 def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "config.json", "x", encoding="utf-8") as file:
         json.dump(prepared.record, file, indent=2)
+    with _tracking(config, folder, prepared.record) as tracker:
+        history = _run(config, folder, prepared, tracker)
+        summary = summarise(_subject(prepared), history) | {
+            "wandb_id": None if tracker is None else tracker.id,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        if tracker is not None:
+            tracker.summarise(summary)
+        _finish(config, folder, summary, history)
+    return summary["validation_loss_after"]
+
+
+def _run(config: TrainConfig, folder: Path, prepared: Prepared, tracker: Any | None) -> History:
+    """Train, and close everything that this has taken."""
+    record = prepared.record
     model = prepared.model.to(prepared.device).train()
     timer = StepTimer(prepared.device)
     with ExitStack() as stack:
-        tracker = _tracker(config, folder, prepared.record)
-        if tracker is not None:
-            stack.push(lambda kind, error, trace: tracker.finish(exit_code=0 if error is None else 1))
         engine = stack.enter_context(
             build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
         )
-        recorder = stack.enter_context(Recorder(folder, timer, engine, prepared.record["log_every"], tracker))
+        rates = DeferredRates(record["engine"]) if isinstance(config.engine, ZenFlowEngine) else None
+        recorder = stack.enter_context(Recorder(folder, timer, engine, record["log_every"], tracker, rates))
         trace = None if config.trace is None else folder / config.trace
         Loop(config, model, prepared.data, engine, recorder, timer, trace).run()
         if config.save_model:
             save_model(model, prepared.tokenizer, engine.master, folder / "model")
-    summary = summarise(_subject(prepared), recorder.history) | {
-        "wandb_id": None if tracker is None else tracker.id,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    _finish(config, folder, summary, recorder.history)
-    return summary["validation_loss_after"]
+    return recorder.history
+
+
+@contextmanager
+def _tracking(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Iterator[Any | None]:
+    """The run's tracker, if any; it learns how the block ended."""
+    tracker = _tracker(config, folder, record)
+    code = 1
+    try:
+        yield tracker
+        code = 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    finally:
+        if tracker is not None:
+            tracker.finish(code)
 
 
 def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any | None:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +23,8 @@ from zenflow.training.errors import InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from zenflow.training.sweep import Job
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +148,9 @@ class TrackingConfig:
 
     mode: TrackingMode = TrackingMode.disabled  # wandb's
     project: str = "zenflow"
-    group: str | None = None
+    group: str | None = None  # null: in a sweep its folder's name
+    name: str | None = None  # null: the run's folder's; in a sweep with the swept values behind it
+    tags: list[str] = field(default_factory=list)  # in a sweep the swept values are added
 
 
 @dataclass
@@ -196,11 +200,15 @@ def register() -> None:
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
 
 
-def run_command(job: Callable[[], None], name: str = "zenflow-train") -> None:
+def run_command(
+    job: Callable[[], None], name: str = "zenflow-train", after_sweep: Callable[[Path], None] | None = None
+) -> None:
     """Run a `hydra.main` function as the command `name`: a user's mistake is one sentence, anything else a traceback.
 
-    Exits with 1 after either, and with 130 when interrupted.
+    Exits with 1 after either, and with 130 when interrupted. However a sweep ends, `after_sweep` gets its folder.
     """
+    global _sweep, _made
+    _sweep = _made = None
     register()
     # Hydra prints errors in its own way and exits, unless this tells it to raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -214,6 +222,9 @@ def run_command(job: Callable[[], None], name: str = "zenflow-train") -> None:
         if not isinstance(error, JobFailed):
             _take_back_sweep()
         sys.exit(f"{name}: {sentence}")
+    finally:
+        if after_sweep is not None and _sweep is not None and _sweep.is_dir():
+            after_sweep(_sweep)
 
 
 def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-train") -> float:
@@ -229,7 +240,10 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
     running = HydraConfig.get()
     folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
     try:
+        job = _note_job(folder) if sweep else None
         config = OmegaConf.to_object(_with_variant(cfg, folder, part_of_sweep=sweep))
+        if job is not None:
+            job.name_run(config.tracking)
         return train(config, folder, part_of_sweep=sweep)
     except Exception as error:
         known = isinstance(error, (InputError, MemoryError))
@@ -266,7 +280,21 @@ def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> Dict
     return varied
 
 
-_sweep: Path | None = None  # the folder that the sweep which starts now will make
+def _note_job(folder: Path) -> Job:
+    """Leave in a job's folder which one of its sweep it is."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from zenflow.training.sweep import Job
+
+    running = HydraConfig.get()
+    sweep = Path(running.sweep.dir)
+    job = Job(folder, sweep.name, running.job.num, _swept(sweep, running.overrides.task))
+    job.leave_note()
+    return job
+
+
+_sweep: Path | None = None  # the folder of the sweep that runs
+_made: Path | None = None  # the same, if the sweep is to make it
 
 
 def sweep_watch() -> Any:
@@ -275,20 +303,35 @@ def sweep_watch() -> Any:
 
     class Watch(Callback):
         def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-            global _sweep
-            folder = Path(config.hydra.sweep.dir)
-            _sweep = None if folder.exists() else folder
+            global _sweep, _made
+            _sweep = Path(config.hydra.sweep.dir)
+            _made = None if _sweep.exists() else _sweep
 
     return Watch()
 
 
 def _take_back_sweep() -> None:
     """Remove what Hydra has made for a sweep of which no job ran."""
-    if _sweep is not None and [path.name for path in _sweep.glob("*")] in ([], ["multirun.yaml"]):
+    if _made is not None and [path.name for path in _made.glob("*")] in ([], ["multirun.yaml"]):
         with suppress(OSError):
-            (_sweep / "multirun.yaml").unlink(missing_ok=True)
-            _sweep.rmdir()
-            _sweep.parent.rmdir()
+            (_made / "multirun.yaml").unlink(missing_ok=True)
+            _made.rmdir()
+            _made.parent.rmdir()
+
+
+def _swept(sweep: Path, words: Sequence[str]) -> tuple[str, ...]:
+    """Those of a job's settings that its sweep varies; all of them under a sweeper that does not write which."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    if not (sweep / "multirun.yaml").is_file():
+        return tuple(words)
+    asked = OmegaConf.load(sweep / "multirun.yaml").hydra
+    given = [f"{name}={value}" for name, value in (asked.sweeper.get("params") or {}).items()]
+    parsed = OverridesParser.create().parse_overrides([*given, *asked.overrides.task])
+    varied = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    chosen = [word for word in words if word.partition("=")[0].lstrip("+") in varied]
+    return tuple(word.removeprefix("variant=").strip("'") for word in chosen)
 
 
 def explain(error: BaseException) -> str | None:

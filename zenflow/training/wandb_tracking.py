@@ -4,48 +4,96 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import wandb
 
-from zenflow.training.schema import TrackingConfig
+from zenflow.training.schema import TrackingConfig, TrackingMode
 
 log = logging.getLogger(__name__)
 
+INIT_SECONDS = 30.0  # for the service to answer, before a run that was to be sent as it goes is kept here
+FINISH_SECONDS = 20.0  # for the last lines to be sent, before a run ends without them; all of them are kept here
+NAME_LENGTH, TAG_LENGTH = 128, 64  # characters that wandb takes
+OVER_TIME = "over_time/"  # before the name of a metric whose horizontal axis is time
+
 
 class WandbRun:
-    """One wandb run with an id of its own, whatever the environment says; its files lie in the run's folder."""
+    """One wandb run with an id of its own, whatever the environment says; its files lie in the run's folder.
 
-    def __init__(self, config: TrackingConfig, folder: Path, settings: dict[str, Any]) -> None:
-        self._run = wandb.init(
+    The horizontal axis of every metric is `tokens`. The losses and what else an evaluation gives are there twice: as
+    `over_time/NAME` their axis is `elapsed_seconds`. What goes wrong while it runs ends the tracking, not the training.
+    """
+
+    def __init__(self, config: TrackingConfig, folder: Path, settings: dict[str, Any], mode: TrackingMode) -> None:
+        limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+        known = {name: value for name, value in limits.items() if name in wandb.Settings.model_fields}  # the last: 0.27
+        self._run: Any = wandb.init(
             id=uuid.uuid4().hex[:8],
-            name=folder.name,
+            name=(config.name or folder.name)[:NAME_LENGTH],
             project=config.project,
             group=config.group,
+            tags=[tag[:TAG_LENGTH] for tag in config.tags],
             dir=folder,
             config=settings,
-            mode=config.mode.name,
+            mode=mode.name,
             resume="never",
             reinit="create_new",
-            settings=wandb.Settings(console="off", quiet=True),
+            settings=wandb.Settings(console="off", quiet=True, **known),
         )
-        self._run.define_metric("*", step_metric="tokens")
         self.id: str = self._run.id
+        self._over_time: set[str] = set()  # metrics whose second axis is defined
+        self._run.define_metric("*", step_metric="tokens")
 
     def log(self, record: dict[str, Any]) -> None:
-        """One record; `tokens` (seen so far) is the horizontal axis."""
-        self._run.log(record)
+        """One record of metrics.jsonl; `tokens` and `elapsed_seconds` are those up to its end."""
+        self._try(lambda: self._log(record))
+
+    def _log(self, record: dict[str, Any]) -> None:
+        timed = {
+            OVER_TIME + name: value
+            for name, value in record.items()
+            if name == "loss" or name.startswith("validation_")
+        }
+        for name in timed.keys() - self._over_time:
+            self._run.define_metric(name, step_metric="elapsed_seconds")
+            self._over_time.add(name)
+        self._run.log(record | timed)
+
+    def summarise(self, summary: dict[str, Any]) -> None:
+        """The run's figures, beside the last values of its metrics."""
+        self._try(lambda: self._run.summary.update(summary))
 
     def finish(self, exit_code: int) -> None:
         """End the run; 0 marks it as finished, anything else as failed."""
-        self._run.finish(exit_code=exit_code)
+        self._try(lambda: self._run.finish(exit_code=exit_code))
+
+    def _try(self, tell: Callable[[], Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            tell()
+        except Exception as error:  # wandb's own process may be killed, or its disk full
+            self._run = None
+            log.warning("wandb stopped, metrics.jsonl has everything: %r", error)
 
 
 def start(config: TrackingConfig, folder: Path, settings: dict[str, Any]) -> WandbRun | None:
-    """The run, or None with a warning if wandb cannot start: training gives the same results without it."""
+    """The run. One that cannot be sent is kept in the folder; None if that fails, too: training needs neither.
+
+    Each is said in a warning.
+    """
+    if config.mode is TrackingMode.online:
+        try:
+            return WandbRun(config, folder, settings, TrackingMode.online)
+        except Exception as error:
+            log.warning(
+                "wandb cannot send this run, which is kept for `wandb sync %s/wandb/offline-*`: %s", folder, error
+            )
     try:
-        return WandbRun(config, folder, settings)
-    except wandb.Error as error:
+        return WandbRun(config, folder, settings, TrackingMode.offline)
+    except Exception as error:
         log.warning("wandb did not start, metrics.jsonl has everything: %s", error)
         return None
