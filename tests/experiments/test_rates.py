@@ -1,0 +1,101 @@
+"""G5: the learning rates in metrics.jsonl are those that moved the weights, on the device and by the CPU process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zenflow.config import ZenFlowConfig
+from zenflow.training.engines import ZenFlowRun
+from zenflow.training.metrics import Recorder, StepTimer
+from zenflow.training.rates import DeferredRates
+
+STEPS, SELECTED = 14, 2  # of 16 columns: equal scores go to the lower index
+RATES = [2.0**-10 * (3 + 5 * step % 7) for step in range(STEPS)]
+
+
+def moved(
+    folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, **settings: Any
+) -> tuple[list[dict], list[Tensor]]:
+    """The lines of a run whose gradient is always 1, and how far each step moved the weights `[16]`, by column.
+
+    AdamW moves by the rate itself then, whatever its t: both moments' means are 1.
+    """
+    weight = nn.Parameter(torch.zeros(8, 16))
+    config = ZenFlowConfig(**{"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1} | settings)
+    engine = ZenFlowRun([weight], config, lr=1.0, weight_decay=0.0)
+    timer, distances = StepTimer(torch.device("cpu")), []
+    with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(vars(config))) as recorder:
+        for number, lr in enumerate(RATES, 1):
+            engine.param_groups[0]["lr"] = lr
+            timer.start()
+            (weight * (float("inf") if number in skipped else 1.0)).sum().backward()
+            before = weight.detach().clone()
+            engine.step()
+            engine.zero_grad()
+            timer.stop()
+            recorder.step(number, torch.tensor(1.0), lr, 1, last=number == STEPS)
+            distances.append((before - weight.detach())[0])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], distances
+
+
+SETTINGS = {
+    "linear": {},
+    "none": {"deferred_lr_scale": "none"},
+    "number": {"deferred_lr_scale": 2.5},
+    "undelayed": {"overlap_step": False},
+    "window-of-one": {"update_interval": 1},
+    "warm-up": {"full_warm_up_rounds": 3, "update_interval": 3},
+    "selections": {"select_interval": 6},
+    "host": {"accumulate_on": "host", "update_interval": 3},
+    "replay": {"accumulate_on": "host", "deferred_rule": "replay"},
+    "replay-selections": {"accumulate_on": "host", "deferred_rule": "replay", "select_interval": 5},
+}
+
+
+@pytest.mark.parametrize("skipped", [(), (4, 9, 10)], ids=["counted", "skipped"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_logged_rates_are_those_applied(name, skipped, tmp_path):
+    lines, distances = moved(tmp_path, skipped, upload="step", **SETTINGS[name])
+    for line, distance in zip(lines, distances, strict=True):
+        # One update differs from its rate by the roundings of some ten operations in fp32.
+        applied = 0.0 if line["step"] in skipped else line["lr"]
+        assert distance[:SELECTED].tolist() == pytest.approx([applied] * SELECTED, rel=1e-4, abs=1e-7)
+        assert distance[SELECTED:].tolist() == pytest.approx([line.get("deferred_lr", 0.0)] * 14, rel=1e-4, abs=1e-7)
+    shown = [line for line in lines if "deferred_lr" in line]
+    assert len(shown) >= 2 and all(line.keys() >= {"staleness", "deferred_step"} for line in shown)
+
+
+def test_a_line_names_the_window_that_became_visible_and_its_delay(tmp_path):
+    lines, _ = moved(tmp_path, update_interval=3, select_interval=9)
+    told = {line["step"]: (line["staleness"], line["deferred_step"]) for line in lines if "staleness" in line}
+    # The selection at step 9 shows the window that ends there, too.
+    assert told == {6: (1, 3), 9: (0, 9)}
+    assert lines[8]["deferred_lr"] == pytest.approx(3 * (RATES[5] + RATES[8]))
+
+
+@pytest.mark.parametrize("log_every", [5, 100])
+def test_a_rate_that_the_host_cannot_know_is_left_out(tmp_path, log_every):
+    """Which of several steps was skipped is not asked for: the windows that it may have been in have no rate."""
+    lines, _ = moved(tmp_path, skipped=(7,), log_every=log_every, update_interval=2)
+    rates = {line["step"]: line.get("deferred_lr") for line in lines if "deferred_step" in line}
+    assert list(rates) == [4, 6, 8, 10, 12, 14]
+    unknown = {5: [8, 10, 12], 100: [4, 6, 8, 10, 12, 14]}[log_every]
+    assert [step for step, rate in rates.items() if rate is None] == unknown
+    assert all(rates[step] == pytest.approx(2 * RATES[step - 3]) for step in rates if step not in unknown)
+
+
+def test_steps_of_which_all_were_skipped_are_known():
+    rates = DeferredRates(vars(ZenFlowConfig(update_interval=2)))
+    lines = [{"step": step, "lr": 0.5} for step in range(1, 7)]
+    rates.read(lines[:2], 0)
+    rates.read(lines[2:4], 2)
+    rates.read(lines[4:], None)
+    assert rates.complete(lines[0]) == {}
+    assert rates.complete(lines[3] | {"staleness": 1}) == {"deferred_step": 2, "deferred_lr": 1.0}
+    assert rates.complete(lines[5] | {"staleness": 1}) == {"deferred_step": 4, "deferred_lr": 0}
