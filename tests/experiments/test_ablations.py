@@ -24,6 +24,7 @@ SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads
 # What a file is for, and the values that are tried at least.
 VARIED = {
     "ablation_topk_ratio": ("topk_ratio", {0.01, 0.05, 0.1, 1}),
+    "ablation_k_u": ("update_interval", {2, 4, 8}),
     "ablation_update_interval": ("update_interval", {1, 2, 4, 8, 16}),
     "ablation_deferred_rule": ("deferred_rule", {"accumulate", "replay"}),
     "ablation_deferred_lr_scale": ("deferred_lr_scale", {"none", 2, "linear"}),
