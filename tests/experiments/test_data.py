@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from zenflow.training import alpaca
 from zenflow.training.data import LabelledSamples, Order, Stream, evaluation_batches, load_data
 from zenflow.training.errors import InputError
 from zenflow.training.models import ByteTokenizer
@@ -230,3 +231,17 @@ def test_messages_that_a_quotation_mark_has_joined_are_parted(tmp_path, monkeypa
     source = read(DataConfig(kind=DataKind.sms, path=str(tmp_path / "sms.csv")))
     expected = [('Hi, "you"', 0), ("WIN", 1), ('Bye" now.', 0), ("Free!", 1), ("Ok", 0)]
     assert sorted(source.train + source.held_out) == sorted(expected) and len(source.held_out) == 1
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, 1), (14, 1), (20, 2), (29, 2), (30, 3), (10_000, 35)])
+@pytest.mark.parametrize("labelled", [True, False], ids=["labelled", "responses"])
+def test_the_training_part_has_as_many_whole_samples_as_max_characters_hold(tmp_path, limit, kept, labelled):
+    path, empty = tmp_path / "samples.jsonl", len(alpaca.prompt("", ""))
+    record = {"text": "t" * 10, "kind": 0} if labelled else {"instruction": "i" * 7, "output": "o" * 3}
+    path.write_text("".join(json.dumps(record | {"kind": n % 2}) + "\n" for n in range(50)))
+    settings = {"held_out": 0.3, "max_characters": limit if labelled else limit + kept * empty}
+    if labelled:
+        source = read(file_config(path, label_field="kind", **settings))
+    else:
+        source = read(DataConfig(kind=DataKind.alpaca, path=str(path), **settings))
+    assert (len(source.train), len(source.held_out)) == (kept, 15)

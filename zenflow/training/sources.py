@@ -13,7 +13,7 @@ import sysconfig
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate, islice
 from pathlib import Path
@@ -130,8 +130,23 @@ def _locate_austen() -> Path:
 
 
 def read(config: DataConfig) -> Documents | Labelled | Responses:
-    """All of the text, split. Errors: InputError naming the file, and the line where there is one."""
+    """All of the text, split; of the training part as much as `max_characters` holds.
+
+    Errors: InputError naming the file, and the line where there is one.
+    """
     path = locate(config)
+    if config.kind is DataKind.file and config.label_field is None:
+        texts = _json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)]
+        return _split_documents(texts, config)
+    if config.kind is DataKind.austen:
+        return _split_documents(_austen(path), config)
+    if config.kind in (DataKind.stdlib, DataKind.headers):
+        return _stdlib(path, config) if config.kind is DataKind.stdlib else _headers(path, config)
+    source = _read_samples(path, config)
+    return replace(source, train=_whole_samples(source.train, config.max_characters))
+
+
+def _read_samples(path: Path, config: DataConfig) -> Labelled | Responses:
     match config.kind:
         case DataKind.snippets:
             return _packaged(path, _snippets(path), classes=2)
@@ -144,15 +159,20 @@ def read(config: DataConfig) -> Documents | Labelled | Responses:
             return Labelled(*glue.read(path, config), classes=max(1, len(task.classes)), scores=task.scores)
         case DataKind.alpaca:
             return Responses(*_cut(alpaca.read(path), config, path))
-        case DataKind.headers:
-            return _headers(path, config)
-        case DataKind.stdlib:
-            return _stdlib(path, config)
-        case DataKind.austen:
-            return _split_documents(_austen(path), config)
-    if config.label_field is not None:
-        return _labelled(path, config)
-    return _split_documents(_json_texts(path, config) if path.suffix == ".jsonl" else [_text(path)], config)
+        case _:
+            return _labelled(path, config)
+
+
+def _whole_samples(samples: list, characters: int | None) -> list:
+    """The first samples that `characters` holds together, one at least."""
+    if characters is None:
+        return samples
+    return samples[: max(1, bisect_right(list(accumulate(map(_characters, samples))), characters))]
+
+
+def _characters(part: object) -> int:
+    """Of all texts in a sample, which may be a pair of them beside a label, or a prompt and a response."""
+    return len(part) if isinstance(part, str) else sum(map(_characters, part)) if isinstance(part, tuple) else 0
 
 
 def _text(path: Path) -> str:

@@ -78,29 +78,30 @@ class PretrainedTokenizer:
     def _knows(self, token: int) -> bool:
         return self._size is None or token < self._size
 
-    def _checked(self, rows: list[list[int]]) -> list[list[int]]:
-        for row in rows:
+    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
+        if max_length is not None:
+            return self._rows(texts, truncation=True, max_length=max_length)["input_ids"]
+        ids = self._rows(texts, verbose=False)["input_ids"]
+        return [row if self.end is None or row[-1:] == [self.end] else [*row, self.end] for row in ids]
+
+    def encode_bare(self, texts: list[str]) -> list[list[int]]:
+        return self._rows(texts, verbose=False, add_special_tokens=False)["input_ids"]
+
+    def encode_pairs(self, pairs: list[Pair], max_length: int) -> tuple[list[list[int]], list[list[int]] | None]:
+        first, second = (list(texts) for texts in zip(*pairs, strict=True))
+        found = self._rows(first, second, truncation=True, max_length=max_length)
+        return found["input_ids"], found.get("token_type_ids")
+
+    def _rows(self, *texts: list[str], **settings: Any) -> dict[str, list[list[int]]]:
+        found = self._tokenizer(*texts, return_attention_mask=False, **settings)
+        for row in found["input_ids"]:
             if row and not self._knows(max(row)):
                 word = self._tokenizer.convert_ids_to_tokens(max(row))
                 raise InputError(
                     f"The tokenizer in {self._folder} gives token {max(row)} ({word!r}); the model knows 0 to "
                     f"{self._size - 1} (vocab_size in its config.json): give a folder whose model and tokenizer match."
                 )
-        return rows
-
-    def encode(self, texts: list[str], max_length: int | None = None) -> list[list[int]]:
-        if max_length is not None:
-            return self._checked(self._tokenizer(texts, truncation=True, max_length=max_length)["input_ids"])
-        ids = self._checked(self._tokenizer(texts, verbose=False)["input_ids"])
-        return [row if self.end is None or row[-1:] == [self.end] else [*row, self.end] for row in ids]
-
-    def encode_bare(self, texts: list[str]) -> list[list[int]]:
-        return self._checked(self._tokenizer(texts, verbose=False, add_special_tokens=False)["input_ids"])
-
-    def encode_pairs(self, pairs: list[Pair], max_length: int) -> tuple[list[list[int]], list[list[int]] | None]:
-        first, second = (list(texts) for texts in zip(*pairs, strict=True))
-        found = self._tokenizer(first, second, truncation=True, max_length=max_length)
-        return self._checked(found["input_ids"]), found.get("token_type_ids")
+        return found
 
     def save(self, folder: Path) -> None:
         """The files of a Hugging Face tokenizer."""
