@@ -14,6 +14,7 @@ from torch import Tensor
 from zenflow_kernels.dispatch import FLOAT_DTYPES, on_device, tl, triton
 
 TILE_ROWS, TILE_COLS = 8, 256  # of the compact matrix
+WARPS = 4
 
 
 @triton.jit
@@ -46,6 +47,7 @@ def launch_compact(kernel: triton.JITFunction, x: Tensor, index: Tensor, compact
             compact,
             x.shape[0], x.shape[1], index.numel(), col_tiles,
             ROW=channel_dim == "row", TILE_R=TILE_ROWS, TILE_C=TILE_COLS,
+            num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -273,16 +273,40 @@ def fused_step_reference(table: Table, control: StepControl, hyper: Tensor, bias
     for number, entry in enumerate(table.entries):
         fold, advance = folds[table.first + number], advances[table.first + number]
         channel = _channels(entry)
-        if fold != FOLD_NONE and entry.weight.numel():
-            grad = table.grad(number)
-            assert grad is not None, f"entry {number} folds without a gradient"
-            if channel.numel():
-                t = (entry.start.long() + advance).clamp(max=bias.shape[1] - 1)
-                _update(entry, channel, grad, (inv_scale, clip), factors[entry.group], bias[entry.group][t])
-            if entry.accumulator is not None:
-                _fold(entry.accumulator, grad, (inv_scale, clip), add=fold == FOLD_ADD)
-                entry.accumulator.index_fill_(entry.axis, channel, 0)
-        _write(entry, channel)
+        if fold == FOLD_NONE or not entry.weight.numel():
+            _write(entry, channel)
+            continue
+        grad = table.grad(number)
+        assert grad is not None, f"entry {number} folds without a gradient"
+        t = (entry.start[: channel.numel()].long() + advance).clamp(max=bias.shape[1] - 1)
+        step_entry_reference(
+            entry, channel, grad, (inv_scale, clip), factors[entry.group], bias[entry.group][t], add=fold == FOLD_ADD
+        )
+
+
+def step_entry_reference(
+    entry: Entry,
+    channel: Tensor,
+    grad: Tensor,
+    scales: tuple[float, float],
+    factors: list[float],
+    bias: Tensor,
+    *,
+    add: bool,
+) -> None:
+    """One entry's step by torch, its decision known on the host.
+
+    `channel` int64 `[n]` is the channel at each position of the compact state (`[1]` for a whole parameter, `[0]`
+    before the first selection), `grad` `[rows, cols]`, `scales` the inverse loss scale and the clip factor, `factors`
+    the group's row of the hyperparameter table, `bias` fp32 `[n, 2]` the two corrections of each channel. `add`: the
+    accumulator is added to, else overwritten.
+    """
+    if channel.numel():
+        _update(entry, channel, grad, scales, factors, bias)
+    if entry.accumulator is not None:
+        _fold(entry.accumulator, grad, scales, add=add)
+        entry.accumulator.index_fill_(entry.axis, channel, 0)
+    _write(entry, channel)
 
 
 def write_masters_reference(table: Table) -> None:
@@ -324,7 +348,8 @@ def _update(
 
 
 def _fold(accumulator: Tensor, grad: Tensor, scales: tuple[float, float], *, add: bool) -> None:
-    for piece in chunks(*grad.shape, CHUNK_PER_THREAD * torch.get_num_threads()):
+    limit = CHUNK_PER_THREAD * torch.get_num_threads() if grad.device.type == "cpu" else max(1, grad.numel())
+    for piece in chunks(*grad.shape, limit):
         scaled = _scaled(grad[piece], scales)
         accumulator[piece].copy_(accumulator[piece].float().add_(scaled) if add else scaled)
 

@@ -23,6 +23,7 @@ IMPORTANCES = ("square", "magnitude")
 RUN = 512  # elements of a channel that one program sums
 # Elements of a channel x channels, read at once; the second pair where the elements of a channel are neighbours.
 COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
+WARPS = 4
 SUM_BLOCK = 256  # channels whose runs one program adds
 
 # Columns of what the kernels are told of a matrix, one int64 each.
@@ -149,7 +150,7 @@ def _launch_scores(xs: Sequence[Tensor], channel_dim: str, importance: str, mult
         runs,
         SQUARE=importance == "square", ROW=channel_dim == "row", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
         DTYPE=triton_dtype(xs[0].dtype), MULTIPLE=multiple,
-        **EXACT,
+        num_warps=WARPS, **EXACT,
     )  # fmt: skip
     _add_runs_kernel[(len(blocks) // 2,)](
         runs, fields, block,

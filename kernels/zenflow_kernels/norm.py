@@ -17,6 +17,7 @@ from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype,
 from zenflow_kernels.table import Table
 
 NORM_BLOCK = 4096  # elements a program reads at once
+WARPS = 8
 SERIAL = 16384  # elements: torch adds fewer than 32768 on one thread, so the order does not depend on the thread count
 
 
@@ -67,7 +68,7 @@ def partial_norms(table: Table, partials: Tensor) -> None:
             partials,
             TILE=table.norm_tile, BLOCK=min(NORM_BLOCK, table.norm_tile),
             DTYPE=triton_dtype(table.weight_dtype), ALIGNED=table.grads_aligned,
-            num_warps=8, **EXACT,
+            num_warps=WARPS, **EXACT,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from zenflow_kernels.channels import integers_on
 from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
 BLOCK = 4096  # scores read at once; twice as many take a second longer to compile
+WARPS = 16
 N_FIELDS = tl.constexpr(4)  # of a choice, int64: address of its scores, their number, n, first place of the result
 
 
@@ -103,7 +104,7 @@ def grouped_choices(scores: Sequence[Tensor], counts: Sequence[int]) -> list[Ten
             integers_on(index.device, rows),
             index,
             BLOCK=BLOCK,
-            num_warps=16,
+            num_warps=WARPS,
         )  # fmt: skip
     return list(index.split(list(counts)))
 
