@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, NoReturn
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow import checkpoint
+from zenflow import checkpoint, checkpoint_checks
+from zenflow.channel_state import ChannelState, channel_state
 from zenflow.checks import check_parameters, group_hyper, has_gradient
 from zenflow.config import ZenFlowConfig
 from zenflow.layout import lay_out
@@ -26,21 +27,6 @@ from zenflow.telemetry import StepRecord
 from zenflow.trace import Tracer
 
 _CLOSED = "this ZenFlow optimizer is closed; build a new one"
-
-
-@dataclass(frozen=True)
-class ChannelState:
-    """One parameter's optimizer state, merged over both owners.
-
-    `master`, `exp_avg`, `exp_avg_sq`: fp32 `[rows, cols]` on the CPU. `step`: AdamW updates received, int64
-    `[channels]` (`[1]` if selected whole). `selected`: bool `[channels]`, True where the GPU owns the channel.
-    """
-
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-    selected: Tensor
 
 
 class ZenFlow(torch.optim.Optimizer):
@@ -216,10 +202,7 @@ class ZenFlow(torch.optim.Optimizer):
             raise KeyError(f"no state for a parameter of shape {tuple(param.shape)}: frozen, or not of this optimizer")
         adopt_outside_changes(pipeline)
         pipeline.wait_for_worker()
-        step = checkpoint.full_step(record, int(pipeline.control.advance[record.index].item()))
-        selected = torch.zeros(step.numel(), dtype=torch.bool, device="cpu")
-        selected[record.selected if record.storage is not None else slice(None)] = True
-        return ChannelState(*checkpoint.full_state(record), step, selected)
+        return channel_state(record, int(pipeline.control.advance[record.index].item()))
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -242,13 +225,13 @@ class ZenFlow(torch.optim.Optimizer):
         ValueError names what does not fit, before anything is changed.
         """
         pipeline = self._running()
-        checkpoint.check_form(state_dict)
+        checkpoint_checks.check_form(state_dict)
         engine, state = state_dict.get("zenflow"), state_dict["state"]
         everyone = self._newcomers(lambda param: True)
         if state:
             if engine is None:
                 raise ValueError("the state has no 'zenflow' part; allowed is the state_dict() of a ZenFlow optimizer")
-            checkpoint.check(pipeline, everyone, state, engine)
+            checkpoint_checks.check(pipeline, everyone, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if state:
             saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]

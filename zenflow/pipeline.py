@@ -34,6 +34,7 @@ from zenflow.checks import group_hyper, usable_gradient
 from zenflow.client import WorkerClient, WorkerError
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
+from zenflow.norm_order import NormOrder
 from zenflow.outside import adopt_outside_changes
 from zenflow.ring import Slot
 from zenflow.scalars import StepScalars
@@ -65,6 +66,7 @@ class Pipeline:
         self.storages: list[SegmentStorage] = []
         self.control = StepControl.create(0, config.update_interval, device)
         self.partials = torch.zeros(0, dtype=torch.float64, device=device)
+        self.norm_order = NormOrder()
         self.scalars = StepScalars(device)
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
@@ -159,8 +161,9 @@ class Pipeline:
             table.bind(self.grads[table.first : table.first + len(table.entries)])
             partial_norms(table, self.partials[first : first + table.n_partials])
             first += table.n_partials
+        partials = self.norm_order.arrange(self.partials, self.tables, self.present_log[-1])
         close_step(
-            self.control, self.partials, self.scalars.present(self.present_log[-1]),
+            self.control, partials, self.scalars.present(self.present_log[-1]),
             window=self.clock.state.window, position=position, max_grad_norm=self.config.max_grad_norm,
             grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip

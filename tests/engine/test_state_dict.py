@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.engine.driving import (
-    DTYPES,
     SHAPES,
     Builder,
     Pair,
@@ -38,33 +37,6 @@ def advance(engine: ZenFlow, parameters: list[torch.nn.Parameter], stream: list[
         engine.step()
         weights.append(snapshot(parameters))
     return weights
-
-
-@pytest.mark.parametrize("save_at", [1, 3, 4, 5, 7, 8, 9])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_resumed_run_equals_the_uninterrupted_one(dtype: str, save_at: int, device: str, build: Builder) -> None:
-    """Steps 4 and 8 end windows (8 selects); 5 and 7 have a result pending and a partial sum."""
-    stream = make_gradients(SHAPES, DTYPES[dtype], 14)
-    first = make_parameters(SHAPES, DTYPES[dtype], device)
-    engine = build(first, **SETTINGS)
-    advance(engine, first, stream[:save_at])
-    saved = through_a_file(engine.state_dict())
-    expected = advance(engine, first, stream[save_at:])
-
-    second = make_parameters(SHAPES, DTYPES[dtype], device, seed=9)
-    resumed = build(second, **{**SETTINGS, "lr": 0.75})
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["lr"] == 0.02
-    actual = advance(resumed, second, stream[save_at:])
-    for step, (one, other) in enumerate(zip(expected, actual, strict=True), start=save_at + 1):
-        for index, (weight, resumed_weight) in enumerate(zip(one, other, strict=True)):
-            assert_same_bits(resumed_weight, weight, f"weight {index} after step {step}")
-    for parameter, other in zip(first, second, strict=True):
-        state, resumed_state = engine.channel_state(parameter), resumed.channel_state(other)
-        assert torch.equal(state.step, resumed_state.step)
-        assert torch.equal(state.selected, resumed_state.selected)
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            assert_same_bits(getattr(resumed_state, name), getattr(state, name), name)
 
 
 def test_loading_shows_the_saved_weights(device: str, build: Builder) -> None:

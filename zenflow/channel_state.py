@@ -1,0 +1,56 @@
+"""A parameter's optimizer state, merged over both owners of its channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from zenflow_kernels.scatter import scatter_channels_
+
+from zenflow.storage import ParamRecord
+
+
+@dataclass(frozen=True)
+class ChannelState:
+    """One parameter's optimizer state, merged over both owners.
+
+    `master`, `exp_avg`, `exp_avg_sq`: fp32 `[rows, cols]` on the CPU. `step`: AdamW updates received, int64
+    `[channels]` (`[1]` if selected whole). `selected`: bool `[channels]`, True where the GPU owns the channel.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    selected: Tensor
+
+
+def channel_state(record: ParamRecord, advance: int) -> ChannelState:
+    """Of a record whose worker is idle; `advance` is the device's count of its AdamW updates."""
+    step = full_step(record, advance)
+    selected = torch.zeros(step.numel(), dtype=torch.bool, device="cpu")
+    selected[record.selected if record.storage is not None else slice(None)] = True
+    return ChannelState(*full_state(record), step, selected)
+
+
+def full_state(record: ParamRecord) -> tuple[Tensor, Tensor, Tensor]:
+    """Master and moments of all channels, fp32 `[rows, cols]` on the host, each from its owner."""
+    if record.kind == "whole":
+        return tuple(tensor.to("cpu", copy=True) for tensor in record.compact)  # type: ignore[return-value]
+    merged = tuple(host.clone() for host in record.host)
+    if record.selected.numel():
+        for whole, compact in zip(merged, record.compact, strict=True):
+            scatter_channels_(whole, record.selected, compact.cpu(), record.kind, validate=False)
+    return merged  # type: ignore[return-value]
+
+
+def full_step(record: ParamRecord, advance: int) -> Tensor:
+    """t of every channel, int64 `[channels]` on the host (`[1]` if selected whole)."""
+    own = record.start.cpu().to(torch.int64) + advance
+    if record.kind == "whole":
+        return own
+    step = record.host_step.to(torch.int64)
+    if record.selected.numel():
+        step[record.selected] = own
+    return step

@@ -1,0 +1,202 @@
+"""What a state must be to be loaded: refused by name before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from zenflow_kernels.control import LOG_FINITE, LOG_WORDS, STAMP_WORDS
+
+from zenflow.checks import group_hyper
+from zenflow.config import ZenFlowConfig
+from zenflow.pipeline import Pipeline
+from zenflow.storage import Newcomer, count_selected, is_deferred, matrix_shape
+
+State = dict[int, dict[str, Any]]  # by torch's parameter index
+FORMAT = 2
+STATES = ("master", "exp_avg", "exp_avg_sq")
+ENGINE_KEYS = {
+    "config": dict,
+    "clock": dict,
+    "counters": dict,
+    "skipped": int,
+    "window_log": Tensor,
+    "hyper_log": list,
+    "present_log": list,
+    "norm_order": list,
+}
+SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel")  # of which channels there are, and how many are selected
+WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
+
+
+def check_form(state_dict: dict[str, Any]) -> None:
+    """ValueError unless this has the parts of an optimizer's state, with settings that can be used."""
+    for name, kind in {"state": dict, "param_groups": list}.items():
+        if not isinstance(state_dict.get(name), kind):
+            raise ValueError(f"{name} is {state_dict.get(name)!r} in the state; allowed is a {kind.__name__}")
+    if not isinstance(state_dict.get("zenflow", {}), dict):
+        raise ValueError(f"zenflow is {state_dict['zenflow']!r} in the state; allowed is a dict")
+    for group in state_dict["param_groups"]:
+        group_hyper(group)
+
+
+def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> None:
+    """Refuse, before anything changes, a state that does not fit: ValueError naming what differs.
+
+    `everyone` are all parameters in torch's order, laid out or not.
+    """
+    state, engine = state_dict["state"], state_dict["zenflow"]
+    if engine.get("format") != FORMAT:
+        raise ValueError(f"the state has ZenFlow format {engine.get('format')!r}; allowed is {FORMAT}")
+    for name, kind in ENGINE_KEYS.items():
+        if not isinstance(engine.get(name), kind):
+            raise ValueError(
+                f"{name} is {engine.get(name)!r} in the state's 'zenflow' part; allowed is a {kind.__name__}"
+            )
+    _check_config(asdict(pipeline.config), engine)
+    _check_engine(pipeline, engine)
+    _check_logs(engine, len(state_dict["param_groups"]))
+    for index, entry in state.items():
+        if not isinstance(entry, dict):
+            raise ValueError(f"entry {index} of the state is {entry!r}; allowed is a dict")
+    strangers = sorted(set(state) - set(range(len(everyone))), key=str)
+    if strangers:
+        raise ValueError(f"the state has entries {strangers}; this optimizer has parameters 0 to {len(everyone) - 1}")
+    known = {id(record.param) for record in pipeline.records}
+    for index, newcomer in enumerate(everyone):
+        if index in state:
+            present = [row.get(index, False) for row in engine["present_log"]]
+            _check_entry(pipeline.config, newcomer, state[index])
+            if is_deferred(pipeline.config, newcomer.param):
+                _check_window(engine, newcomer, state[index], present)
+        elif pipeline.clock.state.step and id(newcomer.param) in known:
+            raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
+    order = engine["norm_order"]
+    if not all(type(index) is int for index in order) or not set(order) <= set(state) or len(set(order)) < len(order):
+        raise ValueError(f"norm_order is {order} in the state; allowed is an order of its entries")
+
+
+def _check_config(mine: dict[str, Any], engine: dict[str, Any]) -> None:
+    saved = engine["config"]
+    for name in SHAPING:
+        if saved.get(name) != mine[name]:
+            raise ValueError(f"the state was saved with {name}={saved.get(name)!r}, this optimizer has {mine[name]!r}")
+    if not engine["hyper_log"]:
+        return
+    sums_here = saved.get("accumulate_on") == "host" and mine["accumulate_on"] == "gpu"
+    for name in WINDOW[:1] if sums_here else WINDOW:
+        if saved.get(name) != mine[name]:
+            raise ValueError(
+                f"the state was saved in the middle of a window with {name}={saved.get(name)!r}, this optimizer has "
+                f"{mine[name]!r}; load it with the same {name}, flush(), and save what that gives"
+            )
+
+
+def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
+    clock, log = engine["clock"], engine["window_log"]
+    mine = pipeline.clock.state_dict()
+    if {name: type(value) for name, value in clock.items()} != {name: type(value) for name, value in mine.items()}:
+        raise ValueError(f"clock is {clock} in the state; allowed is the form of {mine}")
+    expected = pipeline.control.window_log.shape
+    if log.dtype != torch.int32 or log.dim() != 1 or (engine["hyper_log"] and log.shape != expected):
+        raise ValueError(f"window_log is {log.dtype} {tuple(log.shape)}; allowed is torch.int32 {tuple(expected)}")
+    position, counters = clock["position"], engine["counters"]
+    if set(counters) != set(pipeline.counters) or not all(isinstance(count, int) for count in counters.values()):
+        raise ValueError(
+            f"counters are {counters} in the state; allowed are whole numbers for {list(pipeline.counters)}"
+        )
+    steps = [len(engine["hyper_log"]), len(engine["present_log"])]
+    if (
+        not 0 <= position < pipeline.config.update_interval
+        or steps != [position, position]
+        or min(clock["step"], clock["window"]) < 1
+    ):
+        raise ValueError(f"the state stands at {clock} and has logs of {steps} steps; these do not belong together")
+
+
+def _check_logs(engine: dict[str, Any], n_groups: int) -> None:
+    """The running window's scalars, one row a step and five numbers a group, and presence, by parameter."""
+    rows = engine["hyper_log"]
+    if not all(isinstance(row, list) and all(_is_scalars(group) for group in row) for row in rows):
+        raise ValueError("hyper_log in the state does not hold five numbers a group")
+    if rows and not max(map(len, rows)) == min(map(len, rows)) <= n_groups:
+        raise ValueError(f"hyper_log in the state has rows of {list(map(len, rows))} groups; there are {n_groups}")
+    rows = engine["present_log"]
+    if not all(isinstance(row, dict) and all(isinstance(had, bool) for had in row.values()) for row in rows):
+        raise ValueError("present_log in the state does not hold a dict of booleans a step")
+
+
+def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any]) -> None:
+    param, deferred = newcomer.param, is_deferred(config, newcomer.param)
+    rows, cols = matrix_shape(param)
+    channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
+    shapes = {name: (tuple(param.shape), torch.float32) for name in STATES} | {"step": ((channels,), torch.int64)}
+    required = [*shapes, "whole", *(("selected", "owned", "count") if deferred else ())]
+    missing = [name for name in required if name not in entry]
+    if missing:
+        raise ValueError(f"the state of {newcomer.name} lacks {', '.join(missing)}")
+    if entry["whole"] is not (not deferred):
+        raise ValueError(
+            f"the state of {newcomer.name} was saved with whole={entry['whole']}, here it is {not deferred}"
+        )
+    if deferred:
+        if not isinstance(entry["owned"], bool):
+            raise ValueError(f"owned of {newcomer.name} is {entry['owned']!r}; allowed are True and False")
+        n = count_selected(config, channels) if entry["owned"] else 0
+        shapes["selected"] = (n,), torch.int64
+        shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
+    for name, (shape, dtype) in shapes.items():
+        found = entry[name]
+        if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
+            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise ValueError(
+                f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}"
+            )
+    for name in STATES:
+        if entry[name].isnan().any():
+            raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
+    hyper = entry.get("pending_hyper", [])
+    if not isinstance(hyper, list) or not all(_is_scalars(row) for row in hyper):
+        raise ValueError(f"pending_hyper of {newcomer.name} is {hyper!r}; allowed is a list of five numbers a step")
+    if entry["step"].numel() and not 0 <= int(entry["step"].min()) <= int(entry["step"].max()) < 2**31:
+        raise ValueError(f"step of {newcomer.name} is {entry['step']}; allowed is 0 to 2**31 - 1")
+    if deferred and not _is_choice(entry["selected"], channels):
+        raise ValueError(
+            f"selected of {newcomer.name} must rise strictly within [0, {channels}), got {entry['selected']}"
+        )
+
+
+def _check_window(engine: dict[str, Any], newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
+    """What an entry says of the running window, in whose steps it had a gradient or not, and of a pending result."""
+    log = engine["window_log"][STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS)
+    counted = [bool(log[position, LOG_FINITE]) for position, had in enumerate(present) if had]
+    if type(entry["count"]) is not int or entry["count"] != sum(counted):
+        raise ValueError(f"count of {newcomer.name} is {entry['count']!r}; its steps that were counted are {counted}")
+    if ("weight" in entry) != ("pending_hyper" in entry):
+        raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
+    if engine["config"].get("accumulate_on") == "host":
+        _check_gradients(newcomer, entry.get("gradients"), present)
+    elif entry["count"] and "accumulator" not in entry:
+        raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
+
+
+def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]) -> None:
+    expected = [position for position, had in enumerate(present) if had]
+    if not isinstance(gradients, dict) or sorted(gradients) != expected:
+        found = sorted(gradients) if isinstance(gradients, dict) else repr(gradients)
+        raise ValueError(f"gradients of {newcomer.name} are {found} in the state; allowed are its steps {expected}")
+    for grad in gradients.values():
+        if not isinstance(grad, Tensor) or grad.shape != newcomer.param.shape or grad.dtype != newcomer.param.dtype:
+            raise ValueError(f"gradients of {newcomer.name} in the state are not of its shape and dtype")
+
+
+def _is_scalars(row: Any) -> bool:
+    return isinstance(row, list | tuple) and len(row) == 5 and all(isinstance(value, int | float) for value in row)
+
+
+def _is_choice(selected: Tensor, channels: int) -> bool:
+    inside = bool(((selected >= 0) & (selected < channels)).all())
+    return inside and bool((selected[1:] > selected[:-1]).all())
