@@ -1,14 +1,29 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import wandb
 
 import experiments.train
 from tests.commands import Outcome, runner
+from tests.wandb_file import Kept
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
     """`command("debug=smoke", ...)`: zenflow-train with these, its outputs in a fresh folder or the given one."""
     return runner(experiments.train.main, "zenflow-train", tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def kept() -> Iterator[Callable[[Path], Kept]]:
+    """What is in a run's folder once wandb's own process has ended, which still writes when the run has finished."""
+
+    def read_kept(folder: Path) -> Kept:
+        wandb.teardown()
+        return Kept(folder)
+
+    yield read_kept
+    wandb.teardown()

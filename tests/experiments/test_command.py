@@ -11,11 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import wandb
 
 import experiments.train
 import zenflow
-import zenflow.training.run as run_module
 from zenflow.telemetry import StepRecord
 
 ROOT = Path(experiments.train.__file__).resolve().parents[1]
@@ -167,48 +165,6 @@ def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):
     second = command(*SMOKE, "engine=adamw", "seed=1")
     assert second.code == 1 and str(first.folder) in second.err and "already holds a run" in second.err
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
-
-
-def test_a_sweep_leaves_separate_runs(command, monkeypatch):  # F1, F15
-    monkeypatch.setenv("WANDB_RUN_ID", "stale")
-    try:
-        outcome = command("-m", *SMOKE, "tracking=offline", "engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4")
-    finally:
-        wandb.teardown()  # its service process would otherwise live as long as the tests
-    assert outcome.code == 0
-    jobs = [str(number) for number in range(4)]
-    chosen = [outcome.config(job)["engine"] for job in jobs]
-    assert [(engine["topk_ratio"], engine["update_interval"]) for engine in chosen] == [
-        (0.05, 2),
-        (0.05, 4),
-        (0.1, 2),
-        (0.1, 4),
-    ]
-    assert [outcome.summary(job)["windows"] for job in jobs] == [2, 1, 2, 1]
-    ids = {outcome.summary(job)["wandb_id"] for job in jobs}
-    assert len(ids) == 4 and "stale" not in ids
-    for job in jobs:
-        assert [record["step"] for record in outcome.metrics(job) if "loss" in record] == [1, 2, 3, 4]
-        assert list((outcome.folder / job / "wandb").glob(f"offline-run-*-{outcome.summary(job)['wandb_id']}"))
-
-
-def test_a_failing_job_does_not_stop_its_siblings(command, monkeypatch):  # F2, F3
-    build = run_module.build_engine
-
-    def fail_once(params, engine, optimizer, steps_per_epoch):
-        if optimizer.lr == 0.25:
-            raise RuntimeError("the engine did not start")
-        return build(params, engine, optimizer, steps_per_epoch)
-
-    monkeypatch.setattr(run_module, "build_engine", fail_once)
-    outcome = command("-m", *SMOKE, "engine=adamw", "optimizer.lr=0.125,0.25,-1,0.5")
-    assert outcome.code == 1
-    assert "the engine did not start" in outcome.err
-    assert [(outcome.folder / str(job) / "summary.json").exists() for job in range(4)] == [True, False, False, True]
-    logs = [(outcome.folder / str(job) / "train.log").read_text() for job in range(4)]
-    assert "Traceback" in logs[1] and "the engine did not start" in logs[1]
-    assert "optimizer.lr is -1.0" in logs[2]
-    assert "the engine did not start" not in logs[0] + logs[2] + logs[3]
 
 
 def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  # F5

@@ -1,0 +1,121 @@
+"""Sweeps: every job its own folder, worker and wandb run; a failure is its own job's; one table at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import experiments.train
+from zenflow.training.engines import ZenFlowRun
+from zenflow.training.sweep import Job, jobs
+
+ROOT = Path(experiments.train.__file__).resolve().parents[1]
+SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
+GRID = [(0.05, 2), (0.05, 4), (0.1, 2), (0.1, 4)]
+
+
+def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F14, F15
+    monkeypatch.setenv("WANDB_RUN_ID", "stale")
+    grid = ("engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4", "optimizer.lr=1e-3")
+    outcome = command("-m", *SMOKE, "tracking=offline", *grid)
+    assert outcome.code == 0
+    names = [str(number) for number in range(4)]
+    chosen = [outcome.config(job)["engine"] for job in names]
+    assert [(engine["topk_ratio"], engine["update_interval"]) for engine in chosen] == GRID
+    assert [outcome.summary(job)["windows"] for job in names] == [2, 1, 2, 1]
+    runs = [kept(outcome.folder / job) for job in names]
+    assert [run.id for run in runs] == [outcome.summary(job)["wandb_id"] for job in names]
+    assert len({run.id for run in runs}) == 4 and "stale" not in {run.id for run in runs}
+    for job, run, (k, window) in zip(names, runs, GRID, strict=True):
+        steps = list(range(1, 5))
+        assert [record["step"] for record in outcome.metrics(job) if "loss" in record] == steps
+        assert [record["step"] for record in run.history if "loss" in record] == steps
+        assert run.config["engine"] == outcome.config(job)["engine"]
+        assert (run.group, run.exit_code) == (outcome.folder.name, 0)
+        assert run.name == f"{job} engine.topk_ratio={k} engine.update_interval={window}"
+        assert run.tags == [f"engine.topk_ratio={k}", f"engine.update_interval={window}"]
+
+
+def test_a_sweep_ends_with_a_table_of_its_jobs(command):
+    outcome = command("-m", *SMOKE, "engine=adamw", "optimizer.lr=0.01,-1")
+    assert outcome.code == 1
+    table = (outcome.folder / "summary.txt").read_text()
+    assert table in outcome.out
+    loss, step = outcome.metrics("0")[-1]["validation_loss"], 1e3 * outcome.summary("0")["step_seconds_mean"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    assert rows[0] == ["job", "settings", "validation loss", "mean step ms", "status"]
+    assert rows[2:] == [
+        ["0", "optimizer.lr=0.01", f"{loss:.4f}", f"{step:,.2f}", "whole"],
+        ["1", "optimizer.lr=-1", "-", "-", "did not start: optimizer.lr is -1.0; allowed: a finite number >= 0."],
+    ]
+
+
+def test_a_failing_job_does_not_stop_its_siblings(command, kept, monkeypatch):  # F2, F3, F4
+    step, workers = ZenFlowRun.step, []
+
+    def fail_once(engine):
+        step(engine)
+        stats = engine.optimizer.stats()
+        if stats.steps == 1:
+            workers.append(stats.worker_pid)
+        if engine.param_groups[0]["lr"] == 0.25:
+            raise RuntimeError("the engine broke")
+
+    monkeypatch.setattr(ZenFlowRun, "step", fail_once)
+    settings = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=0.125,0.25,-1,0.5")
+    outcome = command("-m", *SMOKE, "tracking=offline", *settings)
+    assert outcome.code == 1
+    assert "the engine broke" in outcome.err
+    assert [(outcome.folder / str(job) / "summary.json").exists() for job in range(4)] == [True, False, False, True]
+    assert len(set(workers)) == 3 and not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    logs = [(outcome.folder / str(job) / "train.log").read_text() for job in range(4)]
+    assert "Traceback" in logs[1] and "the engine broke" in logs[1]
+    assert "optimizer.lr is -1.0" in logs[2]
+    assert "the engine broke" not in logs[0] + logs[2] + logs[3]
+    assert [kept(outcome.folder / job).exit_code for job in ("0", "1", "3")] == [0, 1, 0]
+    status = re.findall(r"\| (\w[^|]*?) +\|$", (outcome.folder / "summary.txt").read_text(), flags=re.M)
+    assert status[1:] == [
+        "whole",
+        "unfinished: 0 of 4 steps; RuntimeError: the engine broke",
+        "did not start: optimizer.lr is -1.0; allowed: a finite number >= 0.",
+        "whole",
+    ]
+
+
+def test_a_group_and_a_name_that_are_given_stay(command, kept):
+    outcome = command("-m", *SMOKE, "engine=adamw", "tracking=offline", "tracking.group=mine", "seed=3", "steps=1,2")
+    run = kept(outcome.folder / "1")
+    assert (run.group, run.name, run.tags) == ("mine", "1 steps=2", ["steps=2"])
+
+
+def test_the_note_of_a_job_is_found_whatever_lies_beside_it(tmp_path):
+    for number in (10, 2):
+        (tmp_path / "sub" / str(number)).mkdir(parents=True)
+        Job(tmp_path / "sub" / str(number), "sweep", number, ("seed=1",)).leave_note()
+    for place, text in enumerate(("[1]", "{", '{"job": "x"}')):
+        (tmp_path / str(place)).mkdir()
+        (tmp_path / str(place) / "job.json").write_text(text)
+    Job(tmp_path / "sub" / "2", "later", 3, ()).leave_note()
+    assert [(job.number, job.overrides) for job in jobs(tmp_path)] == [(2, ("seed=1",)), (10, ("seed=1",))]
+
+
+def test_two_jobs_at_a_time(tmp_path):  # F9
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=sweep")
+    settings = ("optimizer.lr=1e-3,-1,2e-3", "tracking=offline")
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", "-m", *SMOKE, *settings, *launcher],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "optimizer.lr is -1.0" in done.stderr
+    table = (tmp_path / "sweep" / "summary.txt").read_text()
+    assert re.findall(r"\| (whole|did not start)", table) == ["whole", "did not start", "whole"]
+    assert table in done.stdout
