@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -50,6 +51,22 @@ def _refused(code: int, nbytes: int) -> Exception:
             f"{available_memory():,} bytes are available: raise the process's limit (ulimit -v) or free host memory"
         )
     return OSError(code, f"cannot take {nbytes:,} bytes of shared memory: {reason}")
+
+
+@contextmanager
+def descriptors_needed() -> Iterator[None]:
+    """Where the process has no descriptor left for what is made inside: OSError with the limit and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OSError(
+            errno.EMFILE,
+            f"the CPU optimizer needs more descriptors than this process has left of the {limit:,} that it may have "
+            "open at once: raise the limit (ulimit -n), or close files",
+        ) from error
 
 
 def _bind_thread(cores: Sequence[int]) -> None:
@@ -91,7 +108,8 @@ class Arena:
         """New zeroed memory; `name` shows in /proc only. MemoryError, with the bytes, if the kernel lacks it."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, got {nbytes}")
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        with descriptors_needed():
+            fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
         except OSError as error:

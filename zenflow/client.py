@@ -12,11 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from zenflow import native
+from zenflow.arena import descriptors_needed
 from zenflow.exchange import Order
 from zenflow.geometry import Segment
 from zenflow.header import Header
@@ -47,26 +49,24 @@ class WorkerClient:
 
     def __init__(self, *, settings: WorkerSettings, cores: Sequence[int], threads: int) -> None:
         native.load()  # refuses a machine that cannot do without the compiled pass, before a process is started
-        self.header = Header.create()
-        self._socket, theirs = socket.socketpair()
-        self._connection = Connection(os.dup(self._socket.fileno()))
-        self._output = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
-        with signals_held():
-            try:
+        with descriptors_needed(), ExitStack() as undo:
+            self.header = Header.create()
+            undo.callback(self.header.close)
+            self._socket, theirs = socket.socketpair()
+            undo.callback(self._socket.close)
+            with signals_held(), theirs:
+                self._connection = Connection(os.dup(self._socket.fileno()))
+                undo.callback(self._connection.close)
+                self._output = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
+                undo.callback(os.close, self._output)
                 shared_cores = set(cores) >= os.sched_getaffinity(0)
                 self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output, shared_cores)
-            except BaseException:
-                self._connection.close()
-                self._socket.close()
-                os.close(self._output)
-                self.header.close()
-                raise
-            finally:
-                theirs.close()
-            self._watch = _Watch(self._process, self.header)
-            self._stop = weakref.finalize(
-                self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
-            )
+                undo.callback(_kill, self._process)
+                self._watch = _Watch(self._process, self.header)
+                self._stop = weakref.finalize(
+                    self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
+                )
+                undo.pop_all()
         self._send(("start", settings, tuple(cores), threads))
 
     @property
@@ -247,8 +247,7 @@ class _Watch(threading.Thread):
                     f"the CPU optimizer's process (pid {self._process.pid}) has shown no sign of life for "
                     f"{SILENCE_SECONDS:g} seconds: it is stopped or stuck"
                 )
-                self._process.kill()
-                self._process.wait()
+                _kill(self._process)
             native.store_release(self._header.done_address, RELEASED)
             return
 
@@ -270,11 +269,15 @@ def _stop(
                 connection.send(("stop",))
                 process.wait(STOP_SECONDS)
             except (OSError, subprocess.TimeoutExpired):
-                process.kill()
-                process.wait()
+                _kill(process)
         connection.close()
         control.close()
         os.close(output)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
 
 
 def _describe(code: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import resource
 import select
 import signal
 import socket
@@ -142,6 +143,9 @@ class Worker:
     def _attach(self, segment: Segment, n_fds: int) -> None:
         assert self.position == 0, "a segment can only be attached between two windows"
         _, fds, _, _ = socket.recv_fds(self.control, 1, n_fds)
+        if len(fds) < n_fds:  # the kernel drops those for which this process has no room
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise RuntimeError(f"{len(fds)} of {n_fds} descriptors arrived; the limit (ulimit -n) is {limit}")
         memory = SegmentMemory.attach(segment, fds)
         for arena in memory.arenas:
             arena.populate(self.threads)

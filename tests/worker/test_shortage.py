@@ -1,0 +1,108 @@
+"""No descriptor or no thread left when the worker starts: an error that says so, and nothing left behind (E9)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+import pytest
+
+from tests.processes import ends_within, within
+from tests.worker.feeding import make_segment
+from zenflow import client as client_module
+from zenflow.client import WorkerClient, WorkerError
+from zenflow.ring import SegmentMemory, WorkerSettings
+
+LIMIT = 5.0
+
+
+def make_client() -> WorkerClient:
+    return WorkerClient(settings=WorkerSettings(), cores=sorted(os.sched_getaffinity(0)), threads=1)
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def limit_for(pid: int | str, count: int) -> int:
+    """The limit under which a process can open `count` more descriptors: it is on their numbers."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    return next(islice((number for number in range(1 << 20) if number not in taken), count, None))
+
+
+@contextmanager
+def left(count: int) -> Iterator[None]:
+    """This process can open `count` more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for("self", count), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_a_process_without_descriptors_is_told_its_limit_and_keeps_none(library: object) -> None:
+    """Whichever of them is the one that is lacking."""
+    before, refused = descriptors(), 0
+    for count in range(30):
+        try:
+            with left(count):
+                client = make_client()
+        except OSError as error:
+            assert "left of the" in str(error) and "ulimit -n" in str(error)
+            refused += 1
+            assert descriptors() == before, f"with {count} descriptors left"
+        else:
+            client.close()
+            break
+    assert refused >= 6, "header, two sockets, the connection, the output, and the start itself"
+    assert descriptors() == before
+
+
+def test_an_arena_without_a_descriptor_is_told_the_limit() -> None:
+    with left(0), pytest.raises(OSError, match=r"left of the [\d,]+ that it may have open at once"):
+        SegmentMemory.create(make_segment())
+
+
+def test_a_worker_without_descriptors_says_how_many_arrived() -> None:
+    client, memory = make_client(), SegmentMemory.create(make_segment())
+
+    def is_up() -> None:
+        while not client.header.heartbeat:
+            client.check()
+
+    within(LIMIT, is_up)
+    room = limit_for(client.worker_pid, 1)
+    resource.prlimit(client.worker_pid, resource.RLIMIT_NOFILE, (room, room))
+    with pytest.raises(WorkerError, match=rf"1 of 3 descriptors arrived; the limit \(ulimit -n\) is {room}"):
+        within(LIMIT, client.attach, memory.segment, memory)
+    client.close()
+    memory.close()
+
+
+def test_a_worker_that_nobody_could_watch_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses a thread after the process has been started."""
+    before, started = descriptors(), []
+    spawn = client_module._spawn
+
+    def noting(*args: object) -> object:
+        started.append(spawn(*args))
+        return started[-1]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(client_module, "_spawn", noting)
+    monkeypatch.setattr(client_module._Watch, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make_client()
+    assert ends_within(started[0].pid, 0)
+    started.clear()
+    assert descriptors() == before
