@@ -45,7 +45,7 @@ python=${PYTHON:-python3}
 # How a size makes its runs: words for all of them, and for the locality study alone.
 pretrained=$folder/pretrain/model
 case $size in
-    debug) words=(debug=smoke steps=6 evaluate_every=3) study=("locality.lags=[1,4]") ;;
+    debug) words=(debug=smoke steps=12 evaluate_every=6) study=("locality.lags=[1,4]") ;;
     small) words=() study=(experiment=ablation "steps=80") ;;
     full)
         words=(
