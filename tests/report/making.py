@@ -58,10 +58,13 @@ def lines(
     configuration: dict[str, Any],
     losses: dict[int, float],
     seconds: float | Sequence[float] = 1.0,
-    accuracies: dict[int, float] | None = None,
+    scores: dict[str, dict[int, float]] | None = None,
     train: Callable[[int], float] = lambda step: 1.0,
 ) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl: validation losses after the given steps, `seconds` of each step or of all."""
+    """The lines of metrics.jsonl: validation losses after the given steps, `seconds` of each step or of all.
+
+    scores: by name, after the same steps.
+    """
     steps = configuration["steps"]
     times = [seconds] * steps if isinstance(seconds, (int, float)) else list(seconds)
     part = PART if configuration["engine"] else {}
@@ -72,8 +75,8 @@ def lines(
             line = {"step": number, "loss": train(number), "batch_tokens": 10, "tokens": 10 * number}
             result.append(line | {"seconds": times[number - 1]} | times_of)
         if number in losses:
-            accuracy = {} if accuracies is None else {"validation_accuracy": accuracies[number]}
-            result.append({"step": number, "validation_loss": losses[number]} | accuracy)
+            known = {f"validation_{name}": values[number] for name, values in (scores or {}).items()}
+            result.append({"step": number, "validation_loss": losses[number]} | known)
     return result
 
 
@@ -98,7 +101,7 @@ def make(
     seconds: float | Sequence[float] = 1.0,
     *,
     totals: dict[str, Any] | None = None,
-    accuracies: dict[int, float] | None = None,
+    scores: dict[str, dict[int, float]] | None = None,
     train: Callable[[int], float] = lambda step: 1.0,
     **changes: Any,
 ) -> Path:
@@ -106,7 +109,7 @@ def make(
     configuration = config(**changes)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(configuration, indent=2))
-    write_lines(folder, lines(configuration, losses, seconds, accuracies, train))
+    write_lines(folder, lines(configuration, losses, seconds, scores, train))
     (folder / "summary.json").write_text(json.dumps(summary(**(totals or {}))))
     return folder
 

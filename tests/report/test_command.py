@@ -79,11 +79,18 @@ def test_a_markdown_table_stays_one(report, tmp_path, no_pictures):
     assert rules and all(re.fullmatch(r"\|( -+:? \|)+", line) for line in rules)
 
 
-def test_accuracy_is_shown_where_there_is_one(report, tmp_path, no_pictures):
+def test_every_score_is_shown(report, tmp_path):
+    """Whatever an evaluation holds, also where the other settings have it not."""
     for seed, accuracy in ((0, 0.5), (1, 0.75)):
-        made = {0: 0.25, 4: accuracy}
-        make(tmp_path / "runs" / str(seed), {0: 2.0, 4: 1.0}, accuracies=made, seed=seed)
-    assert "0.6250 ± 0.1768" in report(tmp_path / "runs").text
+        scores = {"accuracy": {0: 0.25, 4: accuracy}, "some_score": {0: 0.0, 4: 0.125}}
+        make(tmp_path / "runs" / str(seed), {0: 2.0, 4: 1.0}, scores=scores, seed=seed)
+    make(tmp_path / "runs" / "2", {0: 2.0, 4: 1.0}, engine={})
+    outcome = report(tmp_path / "runs")
+    assert re.search(r"\| adamw +\|.* +- \| +- \|", outcome.text)
+    assert re.search(r"final accuracy \| +final some_score \|", outcome.text)
+    assert re.search(r"0\.6250 ± 0\.1768 \| +0\.1250 ± 0\.0000 \|", outcome.text)
+    assert float(outcome.setting("zenflow")["final_some_score_mean"]) == 0.125
+    assert "scores" in outcome.pictures()
 
 
 def test_cautions_are_in_the_report(report, tmp_path, no_pictures):

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from tests.report.making import make
-from zenflow.report import breakdown, curves, heat_map, pareto
+from zenflow.report import breakdown, curves, heat_map, pareto, scores
 from zenflow.report.figures import Curve
 from zenflow.report.look import PALETTE, paint, spread_out
 from zenflow.report.pictures import STEMS, draw
@@ -175,8 +175,26 @@ def test_bars_add_up_to_the_step(tmp_path):
     assert [label.get_text() for label in axis.get_yticklabels()] == ["adamw", "zenflow"]
 
 
+def test_every_score_has_a_panel_with_the_settings_that_have_it(tmp_path):
+    both = {"accuracy": {0: 0.5, 4: 0.75}, "f1": {0: 0.25, 4: 0.5}}
+    study = study_of(
+        tmp_path,
+        base(2.0, scores=both),
+        base(2.0, scores=both | {"accuracy": {0: 0.5, 4: 0.25}}, seed=1),
+        cell(0.1, 2, 2.0, scores={"f1": {0: 0.0, 4: 1.0}}),
+        cell(0.1, 4, 2.0),
+    )
+    title, figure = scores.draw(study)
+    assert title == "Scores on the held-out samples: tiny on stdlib"
+    shown = {axis.get_ylabel(): [line.get_ydata().tolist() for line in axis.lines] for axis in figure.axes}
+    assert shown == {"validation accuracy": [[0.5, 0.5]], "validation f1": [[0.25, 0.5], [0.0, 1.0]]}
+    assert set(texts(figure)) >= {"adamw", "zenflow, U 2"}
+    assert scores.draw(study_of(tmp_path / "none", base(2.0))) is None
+
+
 def test_every_picture_is_png_and_svg_and_the_same_twice(tmp_path):
-    study = study_of(tmp_path / "runs", base(2.0), *(cell(k, u, 2.0) for k in (0.1, 0.5) for u in (2, 4)))
+    scored = base(2.0, scores={"accuracy": {0: 0.5, 4: 0.75}})
+    study = study_of(tmp_path / "runs", scored, *(cell(k, u, 2.0) for k in (0.1, 0.5) for u in (2, 4)))
     contents = []
     for _ in range(2):
         drawn = draw(study, tmp_path, "-2")
@@ -185,4 +203,4 @@ def test_every_picture_is_png_and_svg_and_the_same_twice(tmp_path):
         contents.append([path.with_suffix(end).read_bytes() for _, path in drawn for end in (".png", ".svg")])
     assert contents[0] == contents[1]
     assert all(data.startswith((b"\x89PNG", b"<?xml")) for data in contents[0])
-    assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".png"] * 6 + [".svg"] * 6
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.is_file()) == [".png"] * len(STEMS) + [".svg"] * len(STEMS)

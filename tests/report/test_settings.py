@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.making import ZERO_OFFLOAD, config, make
 from zenflow.report.runs import read
-from zenflow.report.settings import differing, key, matches, named, parse_overrides, setting_of, task_of
+from zenflow.report.settings import differing, key, matches, named, parse_overrides, setting_of, task_name, task_of
 from zenflow.report.study import studies
 from zenflow.training.errors import InputError
 
@@ -52,9 +52,9 @@ def test_what_does_makes_one(change):
 
 def test_a_file_s_path_and_the_machine_are_part_of_a_setting():
     paths = ["/a/one/text.txt", "/a/two/text.txt"]
-    assert key(task_of(config(data__kind="file", data__path=paths[0]))) != key(
-        task_of(config(data__kind="file", data__path=paths[1]))
-    )
+    for kind in ("file", "alpaca"):
+        first, second = (task_of(config(data__kind=kind, data__path=path)) for path in paths)
+        assert key(first) != key(second)
     gpu, cpu = (setting_of(config(), machine) for machine in ("NVIDIA H200", "cpu, 2 threads"))
     assert named([gpu, cpu], differing([gpu, cpu])) == [
         "threads 1, NVIDIA H200",
@@ -105,6 +105,29 @@ def test_runs_group_by_seed_in_a_study(tmp_path):
     assert study.keys == ["engine.topk_ratio"] and study.title == "tiny on stdlib"
     spread = study.settings[0].spreads["loss_at_equal_steps"]
     assert (spread.mean, spread.std, spread.n) == (2.0, pytest.approx(2**0.5), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"model__path": "/m/pretrain/model/"}, "pretrain/model on stdlib"),
+        ({"model__path": "/m/llama"}, "llama on stdlib"),
+        ({"data__kind": "file", "data__path": "/d/one.txt"}, "tiny on one.txt"),
+        ({"data__kind": "glue", "data__task": "cola"}, "tiny on cola"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_task_is_named_so_that_it_says_something(change, name):
+    assert task_name(config(**change)) == name
+
+
+def test_tasks_of_one_name_are_told_apart_by_as_little_of_a_path_as_does(tmp_path):
+    paths = ["/a/one/text.txt", "/b/two/text.txt", "/c/two/text.txt"]
+    for place, path in enumerate(paths):
+        make(tmp_path / str(place), {0: 2.0, 4: 1.0}, data__kind="file", data__path=path)
+    found = studies([read(folder) for folder in sorted(tmp_path.iterdir())], [], {})
+    ends = ["b/two/text.txt", "c/two/text.txt", "one/text.txt"]
+    assert [study.title for study in found] == [f"tiny on text.txt, path {end}" for end in ends]
 
 
 def test_models_and_data_are_compared_apart(tmp_path):

@@ -52,8 +52,8 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     longest = max(run.seconds for setting in study.settings for run in setting.runs)
     unit, second = next((unit, second) for limit, unit, second in UNITS if longest < limit)
     scale = second if over_seconds else 1.0
-    training = _curves(study, over_seconds, training_line, scale)
-    validation = _curves(study, over_seconds, validation_line, scale)
+    training = named_curves(study, lambda run: training_line(run, over_seconds), scale)
+    validation = named_curves(study, lambda run: validation_line(run, over_seconds), scale)
     differs = study.baseline is not None and len(study.settings) > 1
     figure = Figure(figsize=(WIDTH, HEIGHT * (1 + differs) + 0.4), layout="constrained")
     rows = figure.subfigures(1 + differs, 1, squeeze=False)[:, 0]
@@ -62,7 +62,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     if differs:
         panels.append((rows[1].subplots(), f"validation loss above {study.base_name} (%)", differences(validation)))
     for axis, label, curves in panels:
-        _lines(axis, curves, markers=not over_seconds)
+        plot_lines(axis, curves, markers=not over_seconds)
         axis.set_ylabel(label)
         axis.set_xlabel(f"training time ({unit})" if over_seconds else "step")
         if not over_seconds:
@@ -80,14 +80,15 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     return title, figure
 
 
-def _curves(
-    study: Study, over_seconds: bool, line: Callable[[Run, bool], tuple[Any, Any]], scale: float
-) -> list[Named]:
-    """Every setting's mean curve, x in units of `scale`."""
+def named_curves(study: Study, line: Callable[[Run], tuple[Any, Any]], scale: float = 1.0) -> list[Named]:
+    """Every setting's mean curve of its runs' lines (x, y), x in units of `scale`; of those whose runs all have one."""
     looks = paint(study)
     named = []
     for setting in study.settings:
-        curve = mean_curve([line(run, over_seconds) for run in setting.runs])
+        lines = [line(run) for run in setting.runs]
+        if not all(x for x, _ in lines):
+            continue
+        curve = mean_curve(lines)
         curve = Curve(curve.x / scale, curve.mean, curve.std)
         named.append(Named(setting.name, curve, looks.get(setting.name), setting is study.baseline))
     return named
@@ -107,7 +108,7 @@ def differences(curves: Sequence[Named]) -> list[Named]:
     return result
 
 
-def _lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
+def plot_lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
     """Means and bands: grey ones below, the baseline dashed on top, so that a line under it is still seen."""
     strong = sum(named.look is not None for named in curves) <= FEW
     for named in curves:

@@ -17,6 +17,7 @@ from zenflow.report.runs import Run
 
 SMOOTHING = 0.9  # of the running mean of the training loss
 CURVE_POINTS = 400
+FINAL = "final_"  # before a score's name: its value after the last step
 TRAIN_LAST = 10  # steps whose mean is the last training loss, as in summary.json
 
 
@@ -65,13 +66,13 @@ def loss_at_seconds(run: Run, seconds: float) -> float:
 
 
 def run_figures(run: Run) -> dict[str, float | None]:
-    """One run's own figures: losses, shares from 0 to 1, ms a step, M (the weights' bytes) a step."""
+    """One run's own figures: losses, scores, shares from 0 to 1, ms a step, M (the weights' bytes) a step."""
     ordered = sorted(step.seconds for step in run.steps)
     best = min((point for point in run.evaluations if point.step), key=lambda point: point.loss)
     final, summary = run.evaluations[-1], run.summary
     return {
         "final_loss": final.loss,
-        "final_accuracy": final.accuracy,
+        **{f"{FINAL}{name}": value for name, value in final.scores.items()},
         "best_loss": best.loss,
         "best_step": best.step,
         "train_loss_last": statistics.fmean(step.loss for step in run.steps[-TRAIN_LAST:]),
@@ -139,6 +140,17 @@ def validation_line(run: Run, over_seconds: bool) -> tuple[list[float], list[flo
     """(steps or training seconds, validation losses) of a run."""
     points = run.evaluations
     return [point.seconds if over_seconds else point.step for point in points], [point.loss for point in points]
+
+
+def score_names(runs: Sequence[Run]) -> list[str]:
+    """The scores that some evaluation has, in the order in which they appear."""
+    return list(dict.fromkeys(name for run in runs for point in run.evaluations for name in point.scores))
+
+
+def score_line(run: Run, name: str) -> tuple[list[float], list[float]]:
+    """(steps, values of a score) of a run, at the evaluations that have it."""
+    points = [point for point in run.evaluations if name in point.scores]
+    return [point.step for point in points], [point.scores[name] for point in points]
 
 
 def training_line(run: Run, over_seconds: bool) -> tuple[list[float], list[float]]:

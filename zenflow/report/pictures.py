@@ -10,7 +10,7 @@ from typing import Any
 from zenflow.report.files import write
 from zenflow.report.study import Study
 
-STEMS = ("loss_steps", "loss_seconds", "heat_map_steps", "heat_map_seconds", "pareto", "step_time")
+STEMS = ("loss_steps", "loss_seconds", "scores", "heat_map_steps", "heat_map_seconds", "pareto", "step_time")
 SUFFIXES = (".png", ".svg")
 
 
@@ -39,10 +39,12 @@ def draw(study: Study, out: Path, ending: str) -> list[tuple[str, Path]]:
 
 def _figures(study: Study) -> Iterator[tuple[str, str, Any]]:
     """(stem, title, matplotlib figure), one at a time."""
-    from zenflow.report import breakdown, curves, heat_map, pareto
+    from zenflow.report import breakdown, curves, heat_map, pareto, scores
 
     for name, over_seconds in (("steps", False), ("seconds", True)):
         yield f"loss_{name}", *curves.draw(study, over_seconds)
+    if (drawn := scores.draw(study)) is not None:
+        yield "scores", *drawn
     for name, over_seconds in (("steps", False), ("seconds", True)):
         if (drawn := heat_map.draw(study, over_seconds)) is not None:
             yield f"heat_map_{name}", *drawn

@@ -22,6 +22,7 @@ CONFIG, METRICS, SUMMARY, LOG = "config.json", "metrics.jsonl", "summary.json", 
 LOOKED_FOR = f"folders with {METRICS} and {CONFIG}, as zenflow-train writes them"
 ENGINE_PART = ("compute_seconds", "optimizer_seconds", "selection_seconds", "stall_seconds", "host_wait_seconds")
 TOTALS = ("stall_share", "m_to_host_per_step", "m_to_device_per_step", "worker_busy_share", "skipped_steps")
+HELD_OUT = "validation_"  # before the names of what an evaluation gives
 _LOG_LINE = re.compile(r"^\[[^]]*\]\[([\w.]+)\]\[(\w+)\] - (.*)", flags=re.M)
 
 
@@ -37,12 +38,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss and accuracy after `step` steps, which took `seconds` of training (evaluations excluded)."""
+    """Held-out loss and scores after `step` steps, which took `seconds` of training (evaluations excluded).
+
+    scores: what the run recorded beside the loss, as {"accuracy": 0.9}; more is better.
+    """
 
     step: int
     seconds: float
     loss: float
-    accuracy: float | None
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -176,10 +180,10 @@ def _summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _metrics(folder: Path) -> tuple[dict[int, Step], dict[int, tuple[float, float | None]], int]:
+def _metrics(folder: Path) -> tuple[dict[int, Step], dict[int, tuple[float, dict[str, float]]], int]:
     """Steps and evaluations by number, and how many lines of steps a later line of the same step replaced."""
     steps: dict[int, Step] = {}
-    evaluations: dict[int, tuple[float, float | None]] = {}
+    evaluations: dict[int, tuple[float, dict[str, float]]] = {}
     lines, repeated = _text(folder / METRICS).splitlines(keepends=True), 0
     for place, text in enumerate(lines, 1):
         try:
@@ -217,9 +221,9 @@ def _step(line: dict[str, Any]) -> Step:
     return Step(loss, tokens, seconds, engine)
 
 
-def _evaluation(line: dict[str, Any]) -> tuple[float, float | None]:
-    accuracy = _number(line, "validation_accuracy") if "validation_accuracy" in line else None
-    return _number(line, "validation_loss"), accuracy
+def _evaluation(line: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    values = {name.removeprefix(HELD_OUT): _number(line, name) for name in line if name.startswith(HELD_OUT)}
+    return values.pop("loss"), values
 
 
 _NO_ERROR = "no error in its log (still running, or killed)"

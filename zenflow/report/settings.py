@@ -53,7 +53,7 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
     dropped |= set(ZERO_OFFLOAD_KEYS) if kind == ZERO_OFFLOAD else set()
     if values.get("trace") is None:
         dropped.add("trace_steps")
-    if values.get("data.kind") != "file":
+    if values.get("data.kind") not in ("file", "alpaca"):
         dropped.add("data.path")  # where this machine keeps what `kind` names
     if machine is not None and machine.startswith("cpu"):
         dropped.add("threads")  # the machine has their number
@@ -75,12 +75,14 @@ def task_name(config: dict[str, Any]) -> str:
     """A task in words, as "minilm on snippets"."""
     model, data = config["model"], config["data"]
     source = model.get("path") or model.get("package") or model.get("kind")
-    text = data["path"] if data.get("kind") == "file" and data.get("path") else data.get("kind")
-    return f"{_last_part(source)} on {_last_part(text)}"
+    text = data["path"] if data.get("kind") == "file" and data.get("path") else data.get("task") or data.get("kind")
+    return f"{_last_parts(source)} on {_last_parts(text)}"
 
 
-def _last_part(path: Any) -> str:
-    return str(path).rstrip("/").rpartition("/")[2]
+def _last_parts(path: Any) -> str:
+    """The end of a path; two parts of a run's own model, which is always in a folder `model`."""
+    parts = str(path).rstrip("/").split("/")
+    return "/".join(parts[-2:] if parts[-1] == "model" else parts[-1:])
 
 
 def key(values: Values) -> Hashable:
@@ -121,6 +123,13 @@ def named(settings: Sequence[Values], keys: Sequence[str]) -> list[str]:
                 parts.append(word if name == "machine" else f"{short[name]} {word}")
         names.append(", ".join(parts) or str(values["engine"]))
     return names
+
+
+def details(values: Values, others: Sequence[Values]) -> list[str]:
+    """What tells a task from others of the same name, as "path one/text.txt"."""
+    keys = differing(others)
+    short = _short_names(keys)
+    return [f"{short[name]} {_shown(_value(values, name), {_value(other, name) for other in others})}" for name in keys]
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:

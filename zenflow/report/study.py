@@ -91,7 +91,7 @@ def _titles(tasks: dict[Hashable, list[Run]]) -> list[str]:
     for name, config in zip(names, configs, strict=True):
         rivals = [settings.task_of(other) for other, same in zip(configs, names, strict=True) if same == name]
         mine = settings.task_of(config)
-        detail = [f"{key.rpartition('.')[2]} {mine.get(key)}" for key in settings.differing(rivals)]
+        detail = settings.details(mine, rivals)
         titles.append(", ".join([name, *detail]))
     return titles
 

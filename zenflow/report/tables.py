@@ -8,7 +8,7 @@ from typing import Any
 
 from zenflow.bench.tables import Column, markdown, number, share
 from zenflow.report import settings
-from zenflow.report.figures import Spread
+from zenflow.report.figures import FINAL, Spread, score_names
 from zenflow.report.runs import LeftOut, Run
 from zenflow.report.settings import Values
 from zenflow.report.study import Setting, Study
@@ -16,10 +16,11 @@ from zenflow.report.study import Setting, Study
 Row = dict[str, Any]
 LEGEND = """\
 Mean ± standard deviation over the runs of a setting, which differ in the seed alone (n - 1 in the denominator). Loss
-and accuracy are held-out means. Training time is the sum of the steps' own times, the first step's compilation included
-and evaluations excluded; between two evaluations the loss is taken as linear in it. Differences are those of the means;
-above zero is worse. Median and p95 are of single steps. M: bytes a step in units of the weights' bytes. Stall: the
-device's share of time spent waiting for the CPU or PCIe. Left out: runs of the setting that are listed at the end."""
+and scores (accuracy and others: more is better) are of the held-out samples. Training time is the sum of the steps' own
+times, the first step's compilation included and evaluations excluded; between two evaluations the loss is taken as
+linear in it. Differences are those of the means; above zero is worse. Median and p95 are of single steps. M: bytes a
+step in units of the weights' bytes. Stall: the device's share of time spent waiting for the CPU or PCIe. Left out: runs
+of the setting that are listed at the end."""
 
 
 def within(form: Callable[[float], str]) -> Callable[[Spread], str]:
@@ -41,9 +42,10 @@ def time_words(seconds: float) -> str:
 
 
 def quality_columns(study: Study) -> list[Column]:
-    """Losses and how they compare; those that no setting has fall away in `markdown`."""
+    """Losses, scores, and how they compare; those that no setting has fall away in `markdown`."""
     loss = within(number(4))
     against = "" if study.baseline is None else f"vs {study.baseline.name}"
+    names = score_names([run for setting in study.settings for run in setting.runs])
     columns = [Column("setting", "name"), Column("runs", "runs", number(0)), Column("left out", "left_out", number(0))]
     all_end_there = all(len(run.steps) == study.step for setting in study.settings for run in setting.runs)
     if study.step is not None:
@@ -56,7 +58,7 @@ def quality_columns(study: Study) -> list[Column]:
         Column(f"loss after {time_words(study.seconds)}", "loss_at_equal_seconds", loss),
         Column(against, "vs_seconds", difference),
         *([] if all_end_there else [Column("final loss", "final_loss", loss)]),
-        Column("final accuracy", "final_accuracy", within(number(4))),
+        *(Column(f"final {name}", f"{FINAL}{name}", loss) for name in names),
         Column("best loss", "best_loss", loss),
     ]
 

@@ -1,0 +1,43 @@
+"""Accuracy and whatever else the runs' evaluations hold beside the loss, over the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from zenflow.report.curves import HEIGHT, named_curves, plot_lines
+from zenflow.report.figures import score_line, score_names
+from zenflow.report.look import WIDTH, entitle, label_ends, more_settings, seeds_note
+from zenflow.report.study import Study
+
+COLUMNS = 2
+
+
+def draw(study: Study) -> tuple[str, Any] | None:
+    """(title, figure): a panel a score, of the settings all of whose runs have it; None if there is no score.
+
+    The lines' names stand at their ends, in the last panel.
+    """
+    names = score_names([run for setting in study.settings for run in setting.runs])
+    if not names:
+        return None
+    title = f"Scores on the held-out samples: {study.title}"
+    rows, columns = -(-len(names) // COLUMNS), min(COLUMNS, len(names))
+    figure = Figure(figsize=(WIDTH, HEIGHT * rows + 0.4), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for name, axis in zip(names, panels, strict=False):
+        curves = named_curves(study, lambda run, name=name: score_line(run, name))
+        plot_lines(axis, curves, markers=True)
+        axis.set(xlabel="step", ylabel=f"validation {name}")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+        axis.margins(x=0.02)
+    for spare in panels[len(names) :]:
+        spare.set_axis_off()
+    notes = seeds_note(study, "bands")
+    if grey := sum(curve.look is None for curve in curves):
+        notes.append(f"grey: {more_settings(grey)}")
+    entitle(figure, title, notes)
+    label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in curves if c.look is not None])
+    return title, figure
