@@ -9,7 +9,7 @@ NOVELS := $(VENV)/novels
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-gpu lint wheel-test smollm2 offline setup clean
+.PHONY: help train test test-gpu soak lint wheel-test smollm2 offline setup clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: $(READY) ## Run every test that this machine can run; ARGS="-k selection" 
 test-gpu: $(READY) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+soak: $(READY) ## Inject faults for two minutes; ARGS="--seconds 3600" for an hour
+	$(BIN)/python -m tests.soak --out runs/soak.json $(ARGS)
+
 lint: $(READY) ## Check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,7 +41,8 @@ smollm2: $(READY) $(NOVELS) ## Run the larger job, SmolLM2-135M on six novels: f
 
 offline: $(READY) $(NOVELS) ## Fill offline/ for a GPU machine without a network (scripts/gpu_check.sh there)
 	rm -rf $@
-	$(BIN)/python -m pip install --quiet --no-deps --target $@/lib hydra-core==1.3.* omegaconf==2.3.* antlr4-python3-runtime==4.9.* gguf
+	$(BIN)/python -m pip install --quiet --no-deps --target $@/lib hydra-core==1.3.* omegaconf==2.3.* antlr4-python3-runtime==4.9.* gguf \
+		hypothesis sortedcontainers
 	$(BIN)/python scripts/pack_offline.py $@ $(NOVELS)/usr/lib/R/site-library/janeaustenr
 
 setup: $(READY) ## Make .venv: torch, this package, the small pretrained model and its text

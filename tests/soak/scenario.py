@@ -1,0 +1,112 @@
+"""What a seed stands for: a small model, the optimizer's settings, its gradients, and the faults that will happen."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.engine.driving import DTYPES, make_gradients, make_parameters
+
+# Where a fault strikes: in the trainer's own process, by the name of a function in `faults.py`, or from the driver.
+LETHAL = ("kill", "kill in a step", "stop for good", "flip a bit", "foreign ready", "lost slot", "worker error")
+HARMLESS = ("stop worker", "slow worker")
+AT_START = ("no descriptors", "no memory")
+FROM_OUTSIDE = ("stop trainer", "kill trainer", "terminate trainer")
+KINDS = (*LETHAL, *HARMLESS, *AT_START, *FROM_OUTSIDE)
+IN_STREAM = "non-finite gradient"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: of KINDS; step: before which it strikes, from 0; draw: a number that decides its details."""
+
+    index: int
+    kind: str
+    step: int
+    draw: int
+
+
+@dataclass
+class Scenario:
+    """Everything that happens, decided by the seed alone; moments inside a step are the machine's own."""
+
+    seed: int
+    shapes: list[tuple[int, ...]] = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    settings: dict[str, Any] = field(init=False)
+    groups: list[dict[str, Any]] = field(init=False)
+    steps: int = field(init=False)
+    save_every: int = field(init=False)
+    faults: list[Fault] = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        self.dtype = draw.choice([*DTYPES.values()])
+        self.shapes = [(24, 16), *(self._shape(draw) for _ in range(draw.randint(1, 5)))]
+        self.settings = self._settings(draw)
+        self.groups = [
+            {"lr": draw.choice([0.01, 0.03]), "weight_decay": draw.choice([0.0, 0.2]), "betas": (0.9, beta2)}
+            for beta2 in (0.99, 0.999)
+        ]
+        self.steps = draw.randint(12, 30)
+        self.save_every = draw.randint(1, 6)
+        strikes = sorted(draw.randrange(self.steps) for _ in range(draw.randint(2, 5)))
+        kinds = [draw.choice(LETHAL + LETHAL + HARMLESS + AT_START + FROM_OUTSIDE) for _ in strikes]
+        self.faults = [
+            Fault(index, kind, 0 if kind in AT_START else step, draw.randrange(1 << 30))
+            for index, (kind, step) in enumerate(zip(kinds, strikes, strict=True))
+        ]
+        self._strange = {
+            step: draw.choice([math.inf, -math.inf, math.nan]) for step in range(self.steps) if draw.random() < 0.1
+        }
+
+    @staticmethod
+    def _shape(draw: random.Random) -> tuple[int, ...]:
+        return tuple(draw.choice([1, 3, 8, 13, 31, 64]) for _ in range(draw.choice([1, 2, 2, 3])))
+
+    @staticmethod
+    def _settings(draw: random.Random) -> dict[str, Any]:
+        on_host = draw.random() < 0.4
+        return {
+            "topk_ratio": draw.choice([0.0, 0.1, 0.5]),
+            "update_interval": draw.choice([1, 2, 3, 5]),
+            "select_interval": draw.choice([2, 5, 50]),
+            "full_warm_up_rounds": draw.choice([0, 0, 3]),
+            "overlap_step": draw.random() < 0.7,
+            "channel_dim": draw.choice(["column", "row"]),
+            "accumulate_on": "host" if on_host else "gpu",
+            "deferred_rule": draw.choice(["accumulate", "replay"]) if on_host else "accumulate",
+            "upload": draw.choice(["backward", "step"]),
+            "max_grad_norm": draw.choice([None, 0.5]),
+            "bucket_bytes": draw.choice([64, 512, 1 << 20]),
+            "min_deferred_numel": 0,
+            "worker_threads": draw.choice([1, 2]),
+        }
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose gradient is not finite."""
+        return len(self._strange)
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Of all steps, one tensor a parameter."""
+        stream = make_gradients(self.shapes, self.dtype, self.steps, seed=self.seed)
+        for step, value in self._strange.items():
+            numbers = stream[step][step % len(self.shapes)].view(-1)
+            numbers[step % numbers.numel()] = value
+        return stream
+
+    def parameters(self, fresh: bool) -> list[nn.Parameter]:
+        """At the start of training; zeros for a trainer that goes on, whose weights come with the state."""
+        made = make_parameters(self.shapes, self.dtype, seed=self.seed)
+        return made if fresh else [nn.Parameter(torch.zeros_like(parameter)) for parameter in made]
+
+    def param_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        half = len(parameters) // 2
+        parts = [part for part in (parameters[:half], parameters[half:]) if part]
+        return [{"params": part, **group} for part, group in zip(parts, self.groups, strict=False)]

@@ -1,0 +1,204 @@
+"""A trainer under fault injection, in a process of its own: it is struck, notices, and goes on from its last state.
+
+It tells the driver what happens, one tuple a message: ("reference", digest), ("worker", pid), ("step", n), ("saved", n,
+bytes), ("struck", index), ("noticed", index, seconds or None), ("refused", index), ("wrong", text), ("end", digest,
+leaks).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.engine.driving import INTEGERS, backward
+from tests.soak.faults import Striker, can_strike, is_named, shortage
+from tests.soak.scenario import AT_START, FROM_OUTSIDE, LETHAL, Fault, Scenario
+from zenflow import WorkerError, ZenFlow
+
+Tell = Callable[..., None]
+
+
+def digest(parameters: list[nn.Parameter]) -> str:
+    """Of every bit of every weight."""
+    found = hashlib.sha256()
+    for parameter in parameters:
+        found.update(
+            parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()]).numpy().tobytes()
+        )
+    return found.hexdigest()
+
+
+def held() -> tuple[int, int]:
+    """Open descriptors, and bytes of shared memory, of this process."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return len(os.listdir("/proc/self/fd")), int(re.search(r"RssShmem:\s+(\d+) kB", status)[1]) * 1024
+
+
+class Trainer:
+    """One life of a trainer: from the start, or from `saved`, with the faults that have not struck yet."""
+
+    def __init__(self, scenario: Scenario, struck: set[int], tell: Tell) -> None:
+        self.scenario, self.tell, self.struck = scenario, tell, set(struck)
+        self.gradients = scenario.gradients()
+        self.parameters: list[nn.Parameter] = []
+        self.engine: ZenFlow | None = None
+        self.saved: tuple[int, bytes] = 0, b""
+        self.outstanding: Fault | None = None  # has struck and must be noticed
+
+    def undisturbed(self) -> str:
+        """The digest of the weights where nothing happens."""
+        self._build()
+        for step in range(self.scenario.steps):
+            self._train(step)
+        return self._finish()
+
+    def run(self, saved: tuple[int, bytes]) -> str:
+        """Train to the end, from `saved` on, whatever strikes; the digest of the weights."""
+        self.saved = saved
+        while True:
+            self._start()
+            striker = Striker(self.engine)
+            try:
+                self._train_on(striker)
+                return self._finish()
+            except WorkerError as error:
+                striker.end()
+                self._notice(striker, error)
+            finally:
+                striker.end()
+                self._close()
+
+    def _train_on(self, striker: Striker) -> None:
+        for step in range(self.saved[0], self.scenario.steps):
+            self._strike(striker, step)
+            self._train(step)
+            self.tell("step", step + 1)
+            if self.outstanding is None:
+                striker.end()
+            if (step + 1) % self.scenario.save_every == 0:
+                self._save(step + 1)
+        self.engine.flush()
+        if self.outstanding is not None:
+            striker.end()
+            self.engine.flush()  # what struck in the last step
+            self.tell("wrong", f"{self.outstanding} was not noticed")
+
+    def _train(self, step: int) -> None:
+        backward(self.parameters, self.gradients[step])
+        self.engine.step()
+        self.engine.zero_grad()
+
+    def _strike(self, striker: Striker, step: int) -> None:
+        """The faults of this step, but none beside one that is to be noticed."""
+        for fault in self.scenario.faults:
+            outside = fault.kind in FROM_OUTSIDE + AT_START
+            if fault.step != step or fault.index in self.struck or outside or self.outstanding is not None:
+                continue
+            self.struck.add(fault.index)
+            if not can_strike(fault.kind, self.engine):
+                continue
+            self.tell("struck", fault.index)
+            if fault.kind in LETHAL:
+                self.outstanding = fault
+            striker.strike(fault.kind, random.Random(fault.draw))
+
+    def _notice(self, striker: Striker, error: WorkerError) -> None:
+        fault, self.outstanding = self.outstanding, None
+        if fault is None or not is_named(fault.kind, error):
+            self.tell("wrong", f"{fault} was noticed as {error}")
+            return
+        seconds = None if striker.struck is None else time.monotonic() - striker.struck
+        self.tell("noticed", fault.index, seconds)
+
+    def _save(self, step: int) -> None:
+        file = io.BytesIO()
+        torch.save(self.engine.state_dict(), file)
+        self.saved = step, file.getvalue()
+        self.tell("saved", *self.saved)
+
+    # Building and ending
+
+    def _start(self) -> None:
+        """An optimizer on the last state, after the shortages that come first."""
+        for fault in self.scenario.faults:
+            if fault.kind in AT_START and fault.index not in self.struck:
+                self.struck.add(fault.index)
+                self._start_short(fault)
+        self._build()
+
+    def _start_short(self, fault: Fault) -> None:
+        before = held()
+        self.tell("struck", fault.index)
+        refused = None
+        try:
+            with shortage(fault.kind, random.Random(fault.draw)):
+                self._build()
+        except (OSError, MemoryError, WorkerError) as error:
+            refused = error.with_traceback(None)
+        self._close()
+        self.parameters = []
+        if refused is not None and is_named(fault.kind, refused):
+            self.tell("refused", fault.index)
+        elif refused is not None:
+            self.tell("wrong", f"{fault} was refused as {refused!r}")
+        refused = None
+        if held()[0] > before[0]:
+            self.tell("wrong", f"{fault} left {held()[0] - before[0]} descriptors open")
+
+    def _build(self) -> None:
+        step, state = self.saved
+        self.parameters = self.scenario.parameters(fresh=not state)
+        self.engine = ZenFlow(self.scenario.param_groups(self.parameters), **self.scenario.settings)
+        pid = self.engine.stats().worker_pid
+        if pid is not None:
+            self.tell("worker", pid)
+        if state:
+            self.engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+
+    def _finish(self) -> str:
+        self.engine.flush()
+        result = digest(self.parameters)
+        self._close()
+        return result
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            self.engine.close(flush=False)
+        self.engine = None
+
+
+def jumping(draw: random.Random) -> Callable[[], float]:
+    """A wall clock that is set forwards and backwards by anybody at any time."""
+    now = time.time
+    return lambda: now() + draw.uniform(-1e6, 1e6)
+
+
+def life(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes]) -> None:
+    """What the process does; ends with a message of its own unless it is killed."""
+    time.time = jumping(random.Random(scenario.seed))
+
+    def tell(*message: object) -> None:
+        connection.send(message)
+
+    try:
+        if not saved[1] and not struck:
+            tell("reference", Trainer(scenario, struck, lambda *message: None).undisturbed())
+        before = held()
+        result = Trainer(scenario, struck, tell).run(saved)
+        after = held()
+        tell("end", result, (max(0, after[0] - before[0]), max(0, after[1] - before[1])))
+    except BaseException as error:
+        tell("wrong", f"{type(error).__name__}: {error}")
+        raise
