@@ -36,13 +36,22 @@ def channel_state(record: ParamRecord, advance: int) -> ChannelState:
 
 def full_state(record: ParamRecord) -> tuple[Tensor, Tensor, Tensor]:
     """Master and moments of all channels, fp32 `[rows, cols]` on the host, each from its owner."""
+    return tuple(_merged(record, number) for number in range(3))  # type: ignore[return-value]
+
+
+def full_master(record: ParamRecord) -> Tensor:
+    """The first of them alone."""
+    return _merged(record, 0)
+
+
+def _merged(record: ParamRecord, number: int) -> Tensor:
+    compact = record.compact[number]
     if record.kind == "whole":
-        return tuple(tensor.to("cpu", copy=True) for tensor in record.compact)  # type: ignore[return-value]
-    merged = tuple(host.clone() for host in record.host)
+        return compact.to("cpu", copy=True)
+    merged = record.host[number].clone()
     if record.selected.numel():
-        for whole, compact in zip(merged, record.compact, strict=True):
-            scatter_channels_(whole, record.selected, compact.cpu(), record.kind, validate=False)
-    return merged  # type: ignore[return-value]
+        scatter_channels_(merged, record.selected, compact.cpu(), record.kind, validate=False)
+    return merged
 
 
 def full_step(record: ParamRecord, advance: int) -> Tensor:

@@ -32,8 +32,8 @@ SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel")  # of which channe
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
 
 
-def check_form(state_dict: dict[str, Any]) -> None:
-    """ValueError unless this has the parts of an optimizer's state, with settings that can be used."""
+def check_form(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError unless this has the parts of an optimizer's state, with settings that can be used for `groups`."""
     for name, kind in {"state": dict, "param_groups": list}.items():
         if not isinstance(state_dict.get(name), kind):
             raise ValueError(f"{name} is {state_dict.get(name)!r} in the state; allowed is a {kind.__name__}")
@@ -41,6 +41,9 @@ def check_form(state_dict: dict[str, Any]) -> None:
         raise ValueError(f"zenflow is {state_dict['zenflow']!r} in the state; allowed is a dict")
     for group in state_dict["param_groups"]:
         group_hyper(group)
+    sizes, mine = ([len(group.get("params", ())) for group in there] for there in (state_dict["param_groups"], groups))
+    if sizes != mine:
+        raise ValueError(f"the state has param groups of {sizes} parameters, this optimizer of {mine}")
 
 
 def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> None:

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor
 
 from zenflow import safetensors_file
+from zenflow.disk import check_room, opened, room_for, sync
 from zenflow.state_tree import flatten, restore
 
 FORMAT = "zenflow-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+METADATA = {"format": "pt"}  # of a shard: what Hugging Face's files say
 SHARD_BYTES = 4 * 2**30
 LEFTOVER = ".zenflow-partial"  # the end of the hidden names
 _SHARD = re.compile(r"shard-\d{5}\.safetensors")
@@ -44,7 +46,6 @@ _PARTS = {
     "tree": dict,
     "sha256": str,
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(ValueError):
@@ -87,20 +88,14 @@ def save(
         raise FileExistsError(errno.EEXIST, "a checkpoint is never written over anything; this exists", str(folder))
     body, shards = _prepare(state, configuration, shard_bytes)
     needed = sum(shard["bytes"] for shard in body["shards"]) + len(_manifest_text(body))
-    with _scratch(folder.parent) as scratch:
-        _check_room(scratch, folder, needed)
-        try:
-            for entry, tensors in zip(body["shards"], shards, strict=True):
-                entry["sha256"] = safetensors_file.write(scratch / entry["file"], tensors, _metadata())
-            _write(scratch / MANIFEST, _manifest_text(body))
-            _sync(scratch)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise _too_full(error.errno, folder, needed, _available(folder.parent)) from error
+    with room_for(folder, needed), _scratch(folder.parent) as scratch:
+        check_room(folder, needed)
+        for entry, tensors in zip(body["shards"], shards, strict=True):
+            entry["sha256"] = safetensors_file.write(scratch / entry["file"], tensors, METADATA)
+        _write(scratch / MANIFEST, _manifest_text(body))
+        sync(scratch)
         os.rename(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 def load(folder: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -162,7 +157,7 @@ def _prepare(
         "shards": [
             {
                 "file": f"shard-{number:05}.safetensors",
-                "bytes": safetensors_file.file_bytes(shard, _metadata()),
+                "bytes": safetensors_file.file_bytes(shard, METADATA),
                 "sha256": "0" * 64,
                 "tensors": list(shard),
             }
@@ -192,10 +187,6 @@ def _libraries() -> dict[str, str]:
     return libraries
 
 
-def _metadata() -> dict[str, str]:
-    return {"format": "pt"}
-
-
 def _manifest_text(body: Mapping[str, Any]) -> bytes:
     """As it is written: the body and its own hash, with a line an entry so that people can read it."""
     return json.dumps({**body, "sha256": _hash_of(body)}, indent=1, allow_nan=False).encode()
@@ -213,18 +204,18 @@ def _scratch(parent: Path) -> Iterator[Path]:
     """A new hidden folder in `parent`, removed at the end if it is still there, with those of killed processes."""
     scratch = parent / f".{secrets.token_hex(8)}{LEFTOVER}"
     with ExitStack() as held:
-        with _opened(parent) as descriptor:
+        with opened(parent) as descriptor:
             _lock(descriptor)  # nobody takes a folder that is not locked yet for that of a dead process
             _remove_leftovers(parent)
             scratch.mkdir()
             held.callback(shutil.rmtree, scratch, ignore_errors=True)
-            _lock(held.enter_context(_opened(scratch)))
+            _lock(held.enter_context(opened(scratch)))
         yield scratch
 
 
 def _remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f".*{LEFTOVER}"):
-        with suppress(OSError), _opened(path) as descriptor:
+        with suppress(OSError), opened(path) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process that made it lives
             shutil.rmtree(path)
 
@@ -234,39 +225,11 @@ def _lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _write(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    with _opened(folder) as descriptor:
-        os.fsync(descriptor)
-
-
-def _available(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
-def _check_room(scratch: Path, folder: Path, needed: int) -> None:
-    available = _available(scratch)
-    if available < needed:
-        raise _too_full(errno.ENOSPC, folder, needed, available)
-
-
-def _too_full(number: int, folder: Path, needed: int, available: int) -> OSError:
-    return OSError(number, f"no room for a checkpoint: {needed:,} bytes needed, {available:,} available", str(folder))
 
 
 # Reading

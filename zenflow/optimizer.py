@@ -4,7 +4,7 @@ channels are updated by a CPU process while the GPU goes on."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from os import PathLike
@@ -12,12 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from zenflow import checkpoint, checkpoint_checks
+from zenflow.adamw_state import from_adamw, is_adamw_state, to_adamw
 from zenflow.channel_state import ChannelState, channel_state
 from zenflow.checks import check_parameters, group_hyper, has_gradient
 from zenflow.config import ZenFlowConfig
+from zenflow.export import full_precision
 from zenflow.layout import lay_out
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
@@ -222,21 +224,62 @@ class ZenFlow(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict()`; masters win over weights. An empty state changes only the groups' settings.
 
-        ValueError names what does not fit, before anything is changed.
+        That of a `torch.optim.AdamW` too, see `load_adamw_state_dict`. ValueError names what does not fit, before
+        anything is changed.
         """
-        pipeline = self._running()
-        checkpoint_checks.check_form(state_dict)
-        engine, state = state_dict.get("zenflow"), state_dict["state"]
-        everyone = self._newcomers(lambda param: True)
+        checkpoint_checks.check_form(state_dict, self.param_groups)
+        if is_adamw_state(state_dict):
+            self.load_adamw_state_dict(state_dict)
+        else:
+            self._load(state_dict)
+
+    @torch.no_grad()
+    def load_adamw_state_dict(self, state_dict: dict[str, Any], masters: Sequence[Tensor] | None = None) -> None:
+        """Go on where a `torch.optim.AdamW` over the same parameters stopped: moments, t and settings are its own.
+
+        masters: fp32 values of all parameters in the order of the groups, in their shapes, where AdamW trained fp32
+        copies of them; None: the weights are the masters. Warm-up steps count as made if AdamW made them. ValueError
+        names what does not fit (amsgrad, maximize, other shapes), before anything is changed.
+        """
+        checkpoint_checks.check_form(state_dict, self.param_groups)
+        if not is_adamw_state(state_dict):
+            raise ValueError("this is not the state of a torch.optim.AdamW that has made a step")
+        self._load(from_adamw(self._running(), self._newcomers(lambda param: True), state_dict, masters))
+
+    @torch.no_grad()
+    def adamw_state_dict(self) -> dict[str, Any]:
+        """This state for a `torch.optim.AdamW` over the same parameters in fp32; `export_weights` has its weights.
+
+        RuntimeError without a `flush()` first. Where channels of a parameter have received different numbers of
+        updates, the largest is AdamW's step, and the moments of the others are scaled so that, corrected for bias, they
+        are what they were; with one number for all nothing is rounded.
+        """
+        state = to_adamw(self._running(), self._indices(), self.param_groups)
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    @torch.no_grad()
+    def export_weights(self, model: Module) -> dict[str, Tensor]:
+        """`model.state_dict()` on the CPU with fp32 masters for weights; `flush()` first if they shall be the final
+        ones. `zenflow.export.save_weights` makes a safetensors file of it.
+        """
+        adopt_outside_changes(self._running())
+        return full_precision(self._running(), model)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        pipeline, everyone = self._running(), self._newcomers(lambda param: True)
+        state = state_dict["state"]
         if state:
-            if engine is None:
-                raise ValueError("the state has no 'zenflow' part; allowed is the state_dict() of a ZenFlow optimizer")
+            if "zenflow" not in state_dict:
+                raise ValueError(
+                    "the state has no 'zenflow' part; allowed is the state_dict() of a ZenFlow optimizer or of a "
+                    "torch.optim.AdamW"
+                )
             checkpoint_checks.check(pipeline, everyone, state_dict)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        if state:
             saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]
             self._lay_out([newcomer for newcomer in saved if id(newcomer.param) not in self._known])
-            checkpoint.load(pipeline, state, engine, self._indices())
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if state:
+            checkpoint.load(pipeline, state, state_dict["zenflow"], self._indices())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")

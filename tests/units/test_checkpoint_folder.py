@@ -295,14 +295,14 @@ def test_killed_at_any_moment_it_is_whole_or_absent(tmp_path: Path) -> None:
 
 
 def test_a_save_in_progress_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = checkpoint_folder._sync
+    sync = checkpoint_folder.sync
 
     def meanwhile(folder: Path) -> None:
-        monkeypatch.setattr(checkpoint_folder, "_sync", sync)
+        monkeypatch.setattr(checkpoint_folder, "sync", sync)
         save(tmp_path / "second", make_state())
         sync(folder)
 
-    monkeypatch.setattr(checkpoint_folder, "_sync", meanwhile)
+    monkeypatch.setattr(checkpoint_folder, "sync", meanwhile)
     save(tmp_path / "first", make_state())
     for name in ("first", "second"):
         assert_same(load(tmp_path / name), make_state())

@@ -1,0 +1,50 @@
+"""What may go wrong with a disk, in numbers, and bringing a folder's names down to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def check_room(path: Path, needed: int) -> None:
+    """OSError (ENOSPC) unless the disk of the coming `path` has `needed` bytes."""
+    available = shutil.disk_usage(path.parent).free
+    if available < needed:
+        raise _too_full(errno.ENOSPC, path, needed, available)
+
+
+@contextmanager
+def room_for(path: Path, needed: int) -> Iterator[None]:
+    """If the disk fills up in the block: an OSError that says how many bytes `path` needs and how many there are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        raise _too_full(error.errno, path, needed, shutil.disk_usage(path.parent).free) from error
+
+
+def _too_full(number: int, path: Path, needed: int, available: int) -> OSError:
+    return OSError(number, f"no room: {needed:,} bytes needed, {available:,} available", str(path))
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync(folder: Path) -> None:
+    """Names that were made or changed in `folder` outlive a power cut from now on."""
+    with opened(folder) as descriptor:
+        os.fsync(descriptor)

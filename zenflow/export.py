@@ -1,0 +1,69 @@
+"""A model's weights in full precision: fp32 masters, and as one safetensors file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zenflow import safetensors_file
+from zenflow.channel_state import full_master
+from zenflow.disk import check_room, room_for, sync
+from zenflow.pipeline import Pipeline
+
+
+def full_precision(pipeline: Pipeline, model: nn.Module) -> dict[str, Tensor]:
+    """`model.state_dict()` on the CPU, in memory of its own, with masters for weights; waits for the worker.
+
+    Weights without a state are given in fp32 as they are, buffers in their own dtype; names that share a weight share
+    its master. ValueError names what is no tensor.
+    """
+    pipeline.wait_for_worker()
+    records = {id(record.param): record for record in pipeline.records}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    masters: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__} in the model's state; allowed are tensors")
+        weight = weights.get(name)
+        if weight is None:
+            state[name] = tensor.to("cpu", copy=True)
+            continue
+        if id(weight) not in masters:
+            record = records.get(id(weight))
+            master = weight.detach().to("cpu", torch.float32, copy=True) if record is None else full_master(record)
+            masters[id(weight)] = master.view(weight.shape)
+        state[name] = masters[id(weight)]
+    return state
+
+
+def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
+    """Write a state dict as the safetensors file `path`, whole or not at all; one that is there is replaced.
+
+    Of names that share a tensor only the first is in the file, and its metadata has the others, as
+    `safetensors.torch.load_model` and Hugging Face's models expect. ValueError names a dtype that such a file cannot
+    hold; OSError on a full disk says how many bytes are needed and available, and leaves the old file.
+    """
+    path = Path(path)
+    first: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(id(tensor), name)
+    kept = {name: weights[name] for name in first.values()}
+    safetensors_file.check_dtypes(kept)
+    metadata = {"format": "pt"}
+    metadata |= {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    needed = safetensors_file.file_bytes(kept, metadata)
+    check_room(path, needed)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with room_for(path, needed):
+        try:
+            safetensors_file.write(partial, kept, metadata)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    sync(path.parent)
