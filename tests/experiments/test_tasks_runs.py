@@ -86,11 +86,23 @@ def test_an_encoder_may_lack_its_pooler_and_nothing_else(tmp_path):
         loaded(tmp_path, ModelKind.encoder)
 
 
-def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path):
+@pytest.mark.parametrize(("kind", "known"), [("bert", 64), ("roberta", 62)])
+def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path, kind, known):
+    """RoBERTa's positions begin behind the number of its padding token, which its configuration does not say."""
+    from transformers import RobertaConfig, RobertaModel
+
     bert_folder(tmp_path)
-    assert isinstance(loaded(tmp_path, ModelKind.encoder, max_length=64), Classifier)
-    with pytest.raises(InputError, match="data.max_length is 65; the model takes up to 64 tokens"):
-        loaded(tmp_path, ModelKind.encoder, max_length=65)
+    if kind == "roberta":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        RobertaModel(RobertaConfig(vocab_size=200, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path)
+    model = loaded(tmp_path, ModelKind.encoder, max_length=known)
+    ids = torch.full((1, known), 5)
+    types = torch.ones_like(ids)  # RoBERTa knows one type only
+    assert model(ids, torch.ones_like(ids), types).isfinite().all()
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, known + 1), 5), torch.ones(1, known + 1, dtype=torch.int64))
+    with pytest.raises(InputError, match=f"data.max_length is {known + 1}; the model takes up to {known} tokens"):
+        loaded(tmp_path, ModelKind.encoder, max_length=known + 1)
 
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path):

@@ -178,7 +178,12 @@ def _load_whole(kind: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def _require_positions(model: nn.Module, max_length: int) -> None:
     known = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(known, int) and 0 < known < max_length:
+    if not isinstance(known, int) or known < 1:
+        return
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            known -= module.padding_idx + 1  # RoBERTa counts from behind its padding
+    if known < max_length:
         raise InputError(f"data.max_length is {max_length}; the model takes up to {known} tokens.")
 
 
