@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import site
 import socket
@@ -266,13 +267,21 @@ def _stop(
             watch.stopped.set()
             watch.join()
             try:
-                connection.send(("stop",))
+                if _has_room(connection):  # a stopped worker may not have read what was sent before
+                    connection.send(("stop",))
                 process.wait(STOP_SECONDS)
             except (OSError, subprocess.TimeoutExpired):
                 _kill(process)
         connection.close()
         control.close()
         os.close(output)
+
+
+def _has_room(connection: Connection) -> bool:
+    """Whether a small message can be sent without waiting for the other side to read."""
+    poller = select.poll()
+    poller.register(connection.fileno(), select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -1,0 +1,111 @@
+"""Every wait in trainer and worker ends when the other side is gone, and none goes by a clock that can be set (E7)."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zenflow
+from tests.processes import ends_within, within
+from tests.worker.feeding import make_segment
+from zenflow.client import WorkerError
+
+LIMIT = 5.0
+ENGINE = sorted(Path(zenflow.__file__).parent.glob("*.py"))
+BLOCKING = {
+    *("sleep", "wait", "join", "poll", "recv", "recv_fds", "recv_bytes", "select", "acquire", "result", "communicate"),
+    *("synchronize", "waitpid", "accept", "lock", "flock"),
+}
+# What ends each wait of the engine. A new one belongs here, with its reason.
+ENDS = {
+    ("client", "wait_done"): "sleeps 50 us at most; asks after the process every 20 ms",
+    ("client", "check"): "Popen.poll, which never waits",
+    ("client", "_await"): "asks after the process every 20 ms; a message that was begun ends with it",
+    ("client", "run"): "0.1 s at a time; it is what looks after the process",
+    ("client", "_stop"): "the watch ends within 0.1 s; the process is killed after 5 s",
+    ("client", "_has_room"): "0 s",
+    ("client", "_kill"): "for a process that has been sent SIGKILL",
+    ("signals", "wait_for"): "a moment at a time, up to what the caller says",
+    ("worker", "_receive"): "2 ms at most, then it asks after the parent; a message that was begun ends with it",
+    ("worker", "_attach"): "the descriptors follow their message, or the pipe ends",
+    ("driver", "stream_words"): "a stream of its own, on which nothing waits for the worker",
+    ("sending", "finish_copies"): "the device waits for the worker alone, and the watch releases it",
+    ("selection", "_order"): "as finish_copies",
+    ("storage", "release"): "as finish_copies; before the watch is stopped",
+    ("telemetry", "wait"): "as finish_copies",
+    ("telemetry", "_all_reached"): "as finish_copies",
+    ("trace", "_align"): "as finish_copies",
+    ("checkpoint_folder", "_lock"): "others hold it only while they make a folder; it goes with its process",
+    ("checkpoint_folder", "_remove_leftovers"): "LOCK_NB: never waits",
+}
+
+
+def waits(path: Path) -> Iterator[tuple[str, str]]:
+    """Functions that call something that may block, by the call's name."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, owner = node.func.attr, node.func.value
+            if name == "join" and (node.args or isinstance(owner, ast.Constant)):
+                continue  # of strings and paths
+            if name in BLOCKING and not (name == "wait" and len(node.args) > 1):  # a stream waits, not its thread
+                yield path.stem, function.name
+
+
+def test_every_wait_has_an_end() -> None:
+    found = {place for path in ENGINE for place in waits(path)}
+    assert found - ENDS.keys() == set(), "say in ENDS what ends these"
+    assert ENDS.keys() - found == set(), "these wait no more"
+
+
+def test_no_wait_goes_by_the_wall_clock() -> None:
+    """`time.time()` jumps when somebody sets it."""
+    for path in ENGINE:
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)
+        ]
+        names = {(node.value.id, node.attr) for node in calls if isinstance(node.value, ast.Name)}
+        assert not {("time", "time"), ("time", "time_ns")} & names, path.name
+
+
+def fill(pipe: socket.socket) -> None:
+    """Until the other side would have to read first."""
+    with pytest.raises(BlockingIOError):
+        while True:
+            pipe.send(b"\0" * 4096, socket.MSG_DONTWAIT)
+
+
+def test_a_worker_that_has_stopped_reading_does_not_hold_up_the_end(trainer, monkeypatch) -> None:
+    t = trainer(make_segment())
+    monkeypatch.setattr("zenflow.client.STOP_SECONDS", 0.1)
+    os.kill(t.client.worker_pid, signal.SIGSTOP)
+    fill(t.client._socket)
+    within(LIMIT, t.client.close)
+    assert ends_within(t.client.worker_pid, 0)
+
+
+def test_a_worker_that_has_stopped_reading_is_noticed_by_who_sends(trainer, monkeypatch) -> None:
+    t = trainer(make_segment())
+    monkeypatch.setattr("zenflow.client.SILENCE_SECONDS", 0.1)
+    os.kill(t.client.worker_pid, signal.SIGSTOP)
+    fill(t.client._socket)
+    with pytest.raises(WorkerError, match="no sign of life"):
+        within(LIMIT, t.client.begin_exchange, 0, [])
+
+
+def test_a_worker_that_dies_before_it_answers_is_noticed(trainer) -> None:
+    t = trainer(make_segment())
+    os.kill(t.client.worker_pid, signal.SIGSTOP)
+    t.client.begin_exchange(0, [])
+    os.kill(t.client.worker_pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        within(LIMIT, t.client.end_exchange, 0)
