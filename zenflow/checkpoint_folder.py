@@ -81,7 +81,7 @@ def save(
     Raises:
         FileExistsError: there is something at `folder`, which stays what it is.
         ValueError: the state holds what cannot be kept, by its path; nothing has been written.
-        OSError: the disk cannot take it (ENOSPC: says how many bytes are needed and available); nothing is left.
+        DiskFullError: an OSError that says how many bytes are needed and available; nothing is left.
     """
     folder = Path(folder)
     if os.path.lexists(folder):

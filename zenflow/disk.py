@@ -12,8 +12,12 @@ from pathlib import Path
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class DiskFullError(OSError):
+    """There is no room for a file or folder: says how many bytes it needs and how many are available."""
+
+
 def check_room(path: Path, needed: int) -> None:
-    """OSError (ENOSPC) unless the disk of the coming `path` has `needed` bytes."""
+    """DiskFullError unless the disk of the coming `path` has `needed` bytes."""
     available = shutil.disk_usage(path.parent).free
     if available < needed:
         raise _too_full(errno.ENOSPC, path, needed, available)
@@ -21,17 +25,19 @@ def check_room(path: Path, needed: int) -> None:
 
 @contextmanager
 def room_for(path: Path, needed: int) -> Iterator[None]:
-    """If the disk fills up in the block: an OSError that says how many bytes `path` needs and how many there are."""
+    """DiskFullError if the disk fills up in the block, which has tidied up by then."""
     try:
         yield
+    except DiskFullError:
+        raise
     except OSError as error:
-        if error.errno not in _FULL or error.filename is not None:
+        if error.errno not in _FULL:
             raise
         raise _too_full(error.errno, path, needed, shutil.disk_usage(path.parent).free) from error
 
 
-def _too_full(number: int, path: Path, needed: int, available: int) -> OSError:
-    return OSError(number, f"no room: {needed:,} bytes needed, {available:,} available", str(path))
+def _too_full(number: int, path: Path, needed: int, available: int) -> DiskFullError:
+    return DiskFullError(number, f"no room: {needed:,} bytes needed, {available:,} available", str(path))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
 
     Of names that share a tensor only the first is in the file, and its metadata has the others, as
     `safetensors.torch.load_model` and Hugging Face's models expect. ValueError names a dtype that such a file cannot
-    hold; OSError on a full disk says how many bytes are needed and available, and leaves the old file.
+    hold; DiskFullError says how many bytes are needed and available, and leaves the old file.
     """
     path = Path(path)
     first: dict[int, str] = {}

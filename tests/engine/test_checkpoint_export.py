@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.engine.driving import Builder, assert_same_bits
 from zenflow import ZenFlow
+from zenflow.disk import DiskFullError
 from zenflow.export import save_weights
 
 
@@ -96,11 +97,11 @@ def test_a_full_disk_leaves_the_older_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(OSError, match=r"[\d,]+ bytes needed, [\d,]+ available.*model\.safetensors"):
+        with pytest.raises(DiskFullError, match=r"[\d,]+ bytes needed, [\d,]+ available.*model\.safetensors"):
             save_weights(path, {"weight": torch.ones(4096)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with pytest.raises(OSError, match=r"bytes needed, [\d,]+ available.*model\.safetensors"):
+    with pytest.raises(DiskFullError, match=r"bytes needed, [\d,]+ available.*model\.safetensors"):
         save_weights(path, {"weight": torch.ones(1).expand(2**50)})
     with pytest.raises(ValueError, match="weight is torch.complex128"):
         save_weights(path, {"weight": torch.ones(1, dtype=torch.complex128)})

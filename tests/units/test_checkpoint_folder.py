@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from zenflow import checkpoint_folder
 from zenflow.checkpoint_folder import CheckpointError, load, read_manifest, save
+from zenflow.disk import DiskFullError
 from zenflow.safetensors_file import DTYPE_NAMES
 
 SHARD_BYTES = 64
@@ -310,7 +311,9 @@ def test_a_save_in_progress_is_no_leftover(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     save(tmp_path / "previous", make_state())
-    with pytest.raises(OSError, match=r"4,503,599,62\d,\d\d\d,\d\d\d bytes needed, [\d,]+ available.*saved") as refusal:
+    with pytest.raises(
+        DiskFullError, match=r"4,503,599,62\d,\d\d\d,\d\d\d bytes needed, [\d,]+ available.*saved"
+    ) as refusal:
         save(tmp_path / "saved", {"x": torch.zeros(1).expand(2**50), "y": torch.ones(2**18)})
     assert refusal.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
@@ -322,7 +325,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(OSError, match=r"[\d,]+ bytes needed, [\d,]+ available") as refusal:
+        with pytest.raises(DiskFullError, match=r"[\d,]+ bytes needed, [\d,]+ available") as refusal:
             save(tmp_path / "saved", {"small": torch.ones(7), "large": torch.ones(4096)}, shard_bytes=64)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
