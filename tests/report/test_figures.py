@@ -23,6 +23,7 @@ from zenflow.report.figures import (
     validation_line,
 )
 from zenflow.report.runs import read
+from zenflow.report.tables import three_digits, time_words
 
 
 @pytest.mark.parametrize(
@@ -131,3 +132,18 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends():
     curve = mean_curve([(x, x), (x, x)])
     assert len(curve.x) == 400 and curve.x[[0, -1]].tolist() == [0, 5002]
     assert curve.mean == pytest.approx(curve.x)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0, "0"), (0.12345, "0.123"), (631.2, "631"), (999.9, "1,000"), (1234.5, "1,230"), (1e7, "10,000,000")],
+)
+def test_three_digits_need_no_exponent(value, words):
+    assert three_digits(value) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.9999, "1,000 ms"), (1, "1 s"), (119.6, "120 s"), (7200, "2 h"), (4e6, "1,110 h")]
+)
+def test_a_time_is_in_the_unit_in_which_it_is_read_best(seconds, words):
+    assert time_words(seconds) == words

@@ -6,6 +6,7 @@ from typing import Any
 
 from zenflow.report.look import INK, entitle, page
 from zenflow.report.study import Study
+from zenflow.report.tables import three_digits
 
 PARTS = (
     ("floor_ms", "floor part (forward, backward)", "#9aa5b1"),
@@ -40,7 +41,8 @@ def draw(study: Study) -> tuple[str, Any]:
             wait = setting.mean("host_wait_ms")
             if wait > LEAST_SHARE * longest:
                 named[WAIT[1]] = axis.barh(place + 0.38, wait, color=WAIT[0], height=0.09)
-        axis.annotate(f"{total:,.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        where = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+        axis.annotate(three_digits(total), (total, place), (4, 0), **where)
     if study.baseline is not None:
         axis.axvline(study.baseline.mean("step_ms"), color=INK, linewidth=0.8, linestyle=":", zorder=0)
     axis.set_yticks(range(len(study.settings)), [setting.name for setting in study.settings])

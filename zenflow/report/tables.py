@@ -33,12 +33,17 @@ def difference(value: float) -> str:
     return f"{value:+.{1 if abs(value) >= 99.95 else 2}f}%".replace("-0.00", "+0.00")
 
 
+def three_digits(value: float) -> str:
+    """1234.5 as 1,230, and 0.12345 as 0.123."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
 def time_words(seconds: float) -> str:
     """In the unit in which it is read best."""
     for limit, unit, divisor in ((1, "ms", 1e-3), (120, "s", 1), (7200, "min", 60)):
         if seconds < limit:
-            return f"{seconds / divisor:.3g} {unit}"
-    return f"{seconds / 3600:.3g} h"
+            return f"{three_digits(seconds / divisor)} {unit}"
+    return f"{three_digits(seconds / 3600)} h"
 
 
 def quality_columns(study: Study) -> list[Column]:
