@@ -19,6 +19,7 @@ from zenflow_kernels.table import Table
 NORM_BLOCK = 4096  # elements a program reads at once
 WARPS = 8
 SERIAL = 16384  # elements: torch adds fewer than 32768 on one thread, so the order does not depend on the thread count
+GPU_CHUNK = 1 << 26  # elements that the reference squares at once on a GPU: 512 MB
 
 
 @triton.jit
@@ -83,7 +84,8 @@ def partial_norms_reference(table: Table, partials: Tensor) -> None:
             out.zero_()
             continue
         flat, whole_tiles = grad.view(-1), entry.weight.numel() // tile
-        step = max(1, 2 * SERIAL * torch.get_num_threads() // tile)
+        limit = 2 * SERIAL * torch.get_num_threads() if flat.device.type == "cpu" else GPU_CHUNK
+        step = max(1, limit // tile)
         for first in range(0, whole_tiles, step):
             last = min(whole_tiles, first + step)
             out[first:last] = _tile_sums(flat[first * tile : last * tile].view(-1, tile))

@@ -9,12 +9,14 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zenflow.bench.proof import DEFAULT_TESTS
+from zenflow.bench.proof import DEFAULT_TESTS, KERNEL_TESTS
 from zenflow.bench.registry import CONTESTANTS
 from zenflow.bench.shapes import SHAPES
 from zenflow.bench.variants import Variant, parse_variant
 from zenflow.cores import physical_cores
 
+LAYOUTS = ("columns", "rows")
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 STEP_HELP = """\
 Time a training step of ZenFlow beside other trainers: same model, same batch, random weights, random tokens, each
 trainer in a fresh process, the floor (forward and backward alone) before and after them. Writes step.csv, step.md and
@@ -23,6 +25,16 @@ step.png. The tests run first; unless they are green, times are printed without 
   zenflow-bench step
   zenflow-bench step --shape 3B --zenflow U=4 U=8 "U=4,accumulate_on=host" --selection
   zenflow-bench step --trainers zenflow sync --contention 8 12 --growth
+"""
+
+KERNELS_HELP = """\
+Time every kernel beside torch, torch.compile, the well-known kernel for its job and a copy of as many bytes, all in
+this run; then a whole model's parameters in grouped launches. Writes kernels.csv, kernels.md and roofline.png. The
+tests run first; unless they are green, times are printed without shares. kernels/README.md says what each op moves.
+
+  zenflow-bench kernels
+  zenflow-bench kernels --quick --ops fused_step gather_channels --layouts columns
+  zenflow-bench kernels --sizes 64M --dtypes bf16 --tune fused_step --no-compile --budget 300
 """
 
 
@@ -45,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="zenflow-bench", description="Measure ZenFlow on this machine.")
-    commands = parser.add_subparsers(required=True, metavar="{step,memory}")
+    commands = parser.add_subparsers(required=True, metavar="{step,memory,kernels}")
     _add_step(
         commands.add_parser(
             "step",
@@ -57,6 +69,14 @@ def _parser() -> ArgumentParser:
     memory = commands.add_parser("memory", help="the CPU optimizer's pass beside the memory's limit")
     memory.add_argument("--threads", type=_integer(1), nargs="+", default=[4, 8, 12], metavar="N")
     memory.set_defaults(run=_memory)
+    _add_kernels(
+        commands.add_parser(
+            "kernels",
+            help="every kernel beside torch and a copy of as many bytes",
+            description=KERNELS_HELP,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+    )
     return parser
 
 
@@ -122,6 +142,31 @@ def _add_tables(step: ArgumentParser) -> None:
     more.add_argument("--growth-cores", nargs="+", type=_integer(1), default=[4, 8, 12], metavar="N")
 
 
+def _add_kernels(kernels: ArgumentParser) -> None:
+    kernels.set_defaults(run=_kernels)
+    what = kernels.add_argument_group("what is measured")
+    what.add_argument("--ops", nargs="+", type=_op, metavar="OP", help="default: all")
+    what.add_argument("--sizes", nargs="+", type=_size, metavar="N", help="elements, as in 64M (default: 64M 256M)")
+    what.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="default: both")
+    what.add_argument(
+        "--layouts", nargs="+", choices=["columns", "rows"], default=["columns", "rows"], help="of channels"
+    )
+    what.add_argument("--ratio", type=_share, default=0.1, metavar="K", help="share that is selected (default: 0.1)")
+    what.add_argument("--shape", choices=SHAPES, help="the whole model's (default: 3B)")
+    what.add_argument(
+        "--tune", nargs="+", type=_op, default=[], metavar="OP", help="try other launch constants of these"
+    )
+    what.add_argument("--no-model", action="store_true", help="leave out the whole model")
+    what.add_argument("--no-compile", action="store_true", help="leave out torch.compile, the longest part")
+    what.add_argument("--quick", action="store_true", help="64M, bf16 and a small model, measured for a shorter time")
+    run = kernels.add_argument_group("run")
+    run.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the runner and torch alone, tiny")
+    run.add_argument("--tests", nargs="+", default=list(KERNEL_TESTS), metavar="PATH", help="run before measuring")
+    run.add_argument("--out", type=_folder, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    run.add_argument("--budget", type=_positive, default=1e9, metavar="S", help="seconds after which nothing is begun")
+    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
+
+
 def _step(args: Namespace) -> int:
     from zenflow.bench import step
 
@@ -137,6 +182,12 @@ def _memory(args: Namespace) -> int:
     from zenflow.bench import memory
 
     return memory.run(args)
+
+
+def _kernels(args: Namespace) -> int:
+    from zenflow.bench import kernels
+
+    return kernels.run(args)
 
 
 def _integer(low: int) -> Callable[[str], int]:
@@ -156,6 +207,28 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ArgumentTypeError(f"{text!r}; allowed: a finite number > 0")
     return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise ArgumentTypeError(f"{text!r}; allowed: a number > 0, at most 1")
+    return value
+
+
+def _size(text: str) -> int:
+    digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
+    if not digits.isdecimal() or not int(digits):
+        raise ArgumentTypeError(f"{text!r}; allowed: a whole number >= 1, also of K, M or G")
+    return int(digits) * unit
+
+
+def _op(text: str) -> str:
+    from zenflow.bench.kernel_ops import OPS
+
+    if text not in OPS:
+        raise ArgumentTypeError(f"{text!r}; allowed: {', '.join(OPS)}")
+    return text
 
 
 def _cores(text: str) -> int:

@@ -18,6 +18,7 @@ from zenflow.bench.children import environment
 from zenflow.bench.machine import digest, facts, source_root
 
 DEFAULT_TESTS = ("tests/engine/test_invariants.py",)
+KERNEL_TESTS = ("tests/kernels",)
 REMEMBERED_SECONDS = 24 * 3600
 TIMEOUT_SECONDS = 900
 

@@ -1,0 +1,222 @@
+"""`zenflow-bench kernels`: the bytes by hand, the runner on the CPU, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
+
+from zenflow.bench import kernels
+from zenflow.bench.command import main
+from zenflow.bench.kernel_clock import COPY_LIMIT, Clock
+from zenflow.bench.kernel_model import model_ops, parameter_problems, parameter_shapes
+from zenflow.bench.kernel_ops import OPS, step_moved
+from zenflow.bench.kernel_problem import SECTOR, Problem, make_problem
+from zenflow.bench.proof import Proof
+
+CPU = torch.device("cpu")
+SMALL = ["kernels", "--device", "cpu", "--quick"]
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch, capsys):
+    """The command without its tests' run, each call timed for a moment: code, rows of the CSV, what it printed."""
+
+    def run(*words: str, green: bool = True) -> tuple[int, list[dict[str, str]], str]:
+        proof = Proof(green, not green, "3 passed" if green else "1 failed")
+        monkeypatch.setattr(kernels, "prove", lambda *_: proof)
+        monkeypatch.setattr(kernels, "Clock", lambda device, *_: Clock(device, 0, 1))
+        code = main([*SMALL, "--out", str(tmp_path / "out"), *words])
+        with open(tmp_path / "out" / "kernels.csv", encoding="utf-8", newline="") as file:
+            return code, list(csv.DictReader(file)), capsys.readouterr().out
+
+    return run
+
+
+def test_every_op_is_measured_and_its_figures_agree(bench, tmp_path):
+    code, rows, printed = bench()
+    assert code == 0
+    ops = [row for row in rows if row["table"] == "op"]
+    layouts = {(row["op"], row["layout"]) for row in ops}
+    assert layouts == {(name, layout) for name, op in OPS.items() for layout in op.layouts}
+    known = {row["op"]: row["contestant"] for row in ops if row["contestant"] != "torch"}
+    assert known == {name: op.known for name, op in OPS.items() if op.known}
+    for row in rows:
+        p20, p50, p80 = (float(row[name]) for name in ("p20_ms", "p50_ms", "p80_ms"))
+        assert 0 < p20 <= p50 <= p80
+        assert float(row["gb_per_s"]) == pytest.approx(int(row["bytes"]) / p50 / 1e6)
+        assert float(row["share"]) == pytest.approx(float(row["copy_ms"]) / p50)
+        assert float(row["times_copy"]) == pytest.approx(1 / float(row["share"]))
+        assert int(row["bus_bytes"]) >= int(row["bytes"]) > 0
+        assert row["torch"] == torch.__version__ and row["triton"] and {"gpu", "driver", "commit"} <= row.keys()
+    models = [row for row in rows if row["table"] == "model"]
+    assert {row["layout"] for row in models} == {"columns", "rows"} and {row["shape"] for row in models} == {"tiny"}
+    assert printed.startswith((tmp_path / "out" / "kernels.md").read_text())
+    assert "of copy" in printed and "with sectors" in printed and "x copy" in printed
+    assert (tmp_path / "out" / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_red_tests_leave_no_share(bench, tmp_path):
+    code, rows, printed = bench("--ops", "gather_channels", "--no-model", green=False)
+    assert code == 1
+    assert "NO SHARES" in printed and "1 failed" in printed and "of copy |" not in printed
+    assert all(float(row["p50_ms"]) > 0 and "share" not in row and "bus_share" not in row for row in rows)
+    assert not (tmp_path / "out" / "roofline.png").exists()
+
+
+def test_what_was_asked_for_is_measured(bench):
+    words = ["--ops", "gather_channels", "partial_norms", "--sizes", "1K", "1000003", "--dtypes", "fp32", "--no-model"]
+    code, rows, _ = bench(*words, "--layouts", "rows", "--ratio", "0.25")
+    assert code == 0
+    assert [(row["op"], row["layout"], row["numel"], row["contestant"]) for row in rows] == [
+        ("gather_channels", "rows", "1024", "torch"),
+        ("partial_norms", "whole", "1024", "torch"),
+        ("partial_norms", "whole", "1024", "torch.linalg.vector_norm"),
+        ("gather_channels", "rows", "999936", "torch"),
+        ("partial_norms", "whole", "999936", "torch"),
+        ("partial_norms", "whole", "999936", "torch.linalg.vector_norm"),
+    ]
+    assert {(row["dtype"], row["ratio"]) for row in rows} == {("fp32", "0.25")}
+    assert int(rows[0]["bytes"]) == 2 * 4 * 1024 // 4
+
+
+def test_a_broken_op_costs_its_own_rows_alone(bench, monkeypatch):
+    def broken(problem):
+        raise RuntimeError("this card\nhas no such thing")
+
+    monkeypatch.setitem(OPS, "partial_norms", replace(OPS["partial_norms"], build=broken))
+    code, rows, printed = bench("--ops", "partial_norms", "select_channels", "--no-model")
+    assert code == 1
+    errors = {row["op"]: row["error"] for row in rows}
+    assert errors == {"partial_norms": "RuntimeError: this card", "select_channels": ""}
+    assert "RuntimeError: this card" in printed
+
+
+def test_nothing_is_begun_after_the_budget(bench):
+    code, rows, _ = bench("--ops", "select_channels", "--no-model", "--budget", "1e-9")
+    assert code == 1
+    assert {row["error"] for row in rows} == {"RuntimeError: not measured: the budget of 1e-09 s was spent"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu_it_refuses_in_one_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "prove", lambda *_: pytest.fail("the tests ran"))
+    assert main(["kernels", "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and len(printed.err.splitlines()) == 1 and "needs a GPU" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ops", "sort"], "'sort'; allowed: partial_norms, "),
+        (["--tune", "sort"], "'sort'; allowed: partial_norms, "),
+        (["--sizes", "0"], "'0'; allowed: a whole number >= 1"),
+        (["--sizes", "4T"], "'4T'; allowed: a whole number >= 1, also of K, M or G"),
+        (["--sizes", "M"], "'M'; allowed"),
+        (["--ratio", "0"], "'0'; allowed: a finite number > 0"),
+        (["--ratio", "1.5"], "'1.5'; allowed: a number > 0, at most 1"),
+        (["--layouts", "diagonal"], "'diagonal'"),
+        (["--dtypes", "fp64"], "'fp64'"),
+        (["--shape", "7B"], "'7B'"),
+        (["--budget", "-1"], "'-1'; allowed: a finite number > 0"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_end_before_anything_runs(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["kernels", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.5, 1.0])
+def test_sectors_are_those_that_hold_a_selected_element(dtype, ratio):
+    """Counted byte by byte in a small matrix."""
+    problem = Problem(3, 96, dtype, "columns", ratio, CPU)
+    chosen = torch.zeros(3, 96, dtype=torch.bool)
+    chosen[:, problem.index()] = True
+    sectors = chosen.repeat_interleave(dtype.itemsize, dim=1).view(-1, SECTOR)  # a flag a byte
+    touched, full = int(sectors.any(1).sum()), int(sectors.all(1).sum())
+    must = problem.n * 3 * dtype.itemsize
+    assert (problem.read_scattered().must, problem.read_scattered().bus) == (must, SECTOR * touched)
+    assert (problem.write_scattered().must, problem.write_scattered().bus) == (must, SECTOR * (2 * touched - full))
+    rows = replace(problem, layout="rows")
+    assert rows.write_scattered().bus == rows.write_scattered().must == rows.n * 96 * dtype.itemsize
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 16), (torch.float32, 8)], ids=["bf16", "fp32"])
+def test_at_random_a_sector_is_touched_as_often_as_chance_says(dtype, width):
+    problem = Problem(1, 1 << 16, dtype, "columns", 0.1, CPU)
+    touched = problem.read_scattered().bus / (problem.numel * dtype.itemsize)
+    assert touched == pytest.approx(1 - 0.9**width, rel=0.02)
+
+
+def test_what_a_step_moves_by_hand():
+    """bf16, 1,000 x 1,000, a tenth selected: the formulas of kernels/README.md."""
+    columns = Problem(1000, 1000, torch.bfloat16, "columns", 0.1, CPU)
+    state = 24 * 100_000 + 2 * 100_000
+    assert step_moved(columns, fold=FOLD_OVERWRITE).must == 4_000_000 + state
+    assert step_moved(columns, fold=FOLD_ADD).must == 6_000_000 + state
+    assert step_moved(columns, fold=None).must == 200_000 + state
+    rows = replace(columns, layout="rows")
+    assert step_moved(rows, fold=FOLD_ADD).must == 4_000_000 + 1_800_000 + state == step_moved(rows, fold=FOLD_ADD).bus
+    whole = replace(columns, layout="whole", dtype=torch.float32)
+    assert OPS["fused_step_whole"].moved(whole).must == 32_000_000
+    assert OPS["stochastic_rounding"].moved(whole).bus == 6_000_000
+
+
+@pytest.mark.parametrize(
+    ("numel", "shape"),
+    [
+        (1 << 26, (8192, 8192)),
+        (1 << 28, (16384, 16384)),
+        (1 << 27, (16384, 8192)),
+        (1, (1, 1)),
+        (1_000_003, (1953, 512)),
+    ],
+)
+def test_a_size_becomes_the_squarest_matrix(numel, shape):
+    problem = make_problem(numel, torch.float32, "columns", 0.1, CPU)
+    assert (problem.rows, problem.cols) == shape
+
+
+def test_two_builds_hold_the_same_numbers():
+    problem = make_problem(1 << 10, torch.bfloat16, "columns", 0.1, CPU)
+    one, other = (OPS["fused_step"].build(problem) for _ in range(2))
+    one.reference.run()
+    assert not all(torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
+    other.reference.run()
+    assert all(torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
+
+
+def test_a_long_copy_is_scaled_from_a_shorter_one(monkeypatch):
+    clock = Clock(CPU, 0, 1)
+    monkeypatch.setattr("zenflow.bench.kernel_clock.COPY_LIMIT", 1 << 12)
+    assert COPY_LIMIT >= 1 << 30
+    assert clock.copy_ms(3 << 12) == 3 * clock.copy_ms(1 << 12) > 0
+    assert list(clock.copies()) == [1 << 12]
+
+
+@pytest.mark.parametrize(("shape", "numel"), [("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", 3_085_938_688)])
+def test_a_models_shapes_add_up(shape, numel):
+    """The published numbers of parameters, and the one that is a single element."""
+    sizes = [torch.Size(size).numel() for size in parameter_shapes(shape)]
+    assert sum(sizes) == numel + 1 and min(sizes) == 1 and len(sizes) > 250
+    problems = parameter_problems(shape, torch.bfloat16, "columns", 0.1, CPU)
+    assert {problem.layout for problem in problems if problem.numel >= 1 << 20} == {"columns"}
+    assert {problem.layout for problem in problems if problem.rows == 1} == {"whole"}
+
+
+def test_the_whole_models_ops_move_the_sum():
+    problems = parameter_problems("tiny", torch.float32, "rows", 0.1, CPU)
+    ops = {op.name: op for op in model_ops(problems)}
+    weights = 4 * sum(problem.numel for problem in problems)
+    assert ops["partial_norms"].moved.must == weights + 8 * len(problems)  # none is longer than a tile
+    assert ops["fused_step"].moved.must > ops["fused_step_first"].moved.must > 2 * weights
+    for op in ops.values():
+        op.call.run()

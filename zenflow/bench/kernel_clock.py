@@ -1,0 +1,73 @@
+"""Times of a call, and of a copy of as many bytes in the same run.
+
+On a GPU the second-level cache is flushed before every call (`triton.testing.do_bench`), and what needs nothing of the
+host while it runs is timed as a CUDA graph: its launches' time is the host's, not the kernel's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+QUANTILES = (0.2, 0.5, 0.8)
+COPY_LIMIT = 4 << 30  # bytes read and written by the longest copy; a longer one is as fast
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a call."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+class Clock:
+    """Times calls on one device; `warm_up_ms` and `measure_ms` are how long each is repeated."""
+
+    def __init__(self, device: torch.device, warm_up_ms: float = 25, measure_ms: float = 100) -> None:
+        self.device, self.warm_up_ms, self.measure_ms = device, warm_up_ms, measure_ms
+        self._copies: dict[int, float] = {}
+
+    def time(self, run: Callable[[], Any], captured: bool) -> Times:
+        """Of `run()`; whatever it raises comes from its first call."""
+        run()
+        if self.device.type != "cuda":
+            return self._wall(run)
+        import triton.testing
+
+        torch.cuda.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            run = graph.replay
+        return Times(*triton.testing.do_bench(run, self.warm_up_ms, self.measure_ms, quantiles=list(QUANTILES)))
+
+    def copy_ms(self, n_bytes: int) -> float:
+        """Median ms of a copy that reads and writes `n_bytes` in all, measured once a number."""
+        measured = min(max(2, n_bytes), COPY_LIMIT)
+        if measured not in self._copies:
+            source = torch.zeros(measured // 2, dtype=torch.uint8, device=self.device)
+            target = torch.empty_like(source)
+            self._copies[measured] = self.time(lambda: target.copy_(source), captured=True).p50
+        return self._copies[measured] * max(1.0, n_bytes / measured)
+
+    def copies(self) -> dict[int, float]:
+        """Bytes read and written -> median ms, of every copy so far."""
+        return dict(sorted(self._copies.items()))
+
+    def _wall(self, run: Callable[[], Any]) -> Times:
+        times: list[float] = []
+        deadline = time.perf_counter() + 1e-3 * self.measure_ms
+        while len(times) < 5 or time.perf_counter() < deadline:
+            started = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - started))
+        times.sort()
+        return Times(*(times[math.ceil(share * len(times)) - 1] for share in QUANTILES))

@@ -1,0 +1,110 @@
+"""The kernels' figures as tables, and the picture of bandwidth over bytes with the copy's line as its roof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from zenflow.bench import tables
+from zenflow.bench.figures import Row
+from zenflow.bench.tables import REMARK, Column, number, share
+
+OURS, REFERENCE, COMPILED, KNOWN = "triton", "torch", "torch.compile", "known kernel"
+LOOKS = {OURS: ("o", "#1d4ed8"), REFERENCE: ("x", "#9aa5b1"), COMPILED: ("+", "#0f766e"), KNOWN: ("1", "#c2410c")}
+SHARES = ("share", "bus_share", "times_copy", "times_bus_copy")
+LEGEND = """\
+p20, p50, p80: of the calls, second-level cache flushed before each. GB/s: the bytes that the job must move, by p50.
+Of copy: time of a device copy that reads and writes as many bytes, measured in this run, over p50. With sectors: the
+same for what the bus carries at best, where single elements of 32-byte sectors are read or written. x copy: p50 over
+the copy's time. Triton and the model's table: launches captured in a graph, unless a remark says otherwise."""
+
+
+def _flag(value: bool) -> str:
+    return "yes" if value else ""
+
+
+TIMES = (Column("p20 ms", "p20_ms", number(4)), Column("p50", "p50_ms", number(4)), Column("p80", "p80_ms", number(4)))
+OPS = (
+    Column("op", "op"),
+    Column("layout", "layout"),
+    Column("dtype", "dtype"),
+    Column("elements", "numel", number(0)),
+    Column("by", "contestant"),
+    *TIMES,
+    Column("MB", "bytes", lambda value: f"{value / 1e6:,.1f}"),
+    Column("GB/s", "gb_per_s", number(0)),
+    Column("of copy", "share", share),
+    Column("with sectors", "bus_share", share),
+    REMARK,
+)
+MODEL = (
+    Column("op", "op"),
+    Column("shape", "shape"),
+    Column("layout", "layout"),
+    Column("dtype", "dtype"),
+    Column("parameters", "parameters"),
+    *TIMES,
+    Column("GB", "bytes", lambda value: f"{value / 1e9:,.2f}"),
+    Column("GB/s", "gb_per_s", number(0)),
+    Column("x copy", "times_copy", number(3)),
+    Column("with sectors", "times_bus_copy", number(3)),
+    REMARK,
+)
+TUNE = (
+    Column("op", "op"),
+    Column("layout", "layout"),
+    Column("dtype", "dtype"),
+    Column("constants", "constants"),
+    *TIMES,
+    Column("of copy", "share", share),
+    Column("with sectors", "bus_share", share),
+    Column("same bits", "same_bits", _flag),
+    Column("today", "today", _flag),
+    Column("best", "best", _flag),
+    REMARK,
+)
+TABLES = {"op": ("Ops", OPS), "model": ("A whole model in one launch a class", MODEL), "tune": ("Constants", TUNE)}
+
+
+def without_shares(rows: Sequence[Row]) -> list[Row]:
+    """The rows without what compares them with a copy."""
+    return [{name: value for name, value in row.items() if name not in SHARES} for row in rows]
+
+
+def report(rows: Sequence[Row], heading: Sequence[str]) -> str:
+    """All tables that have rows, the heading above them, what the words mean below."""
+    parts = ["\n".join(heading)]
+    for name, (title, columns) in TABLES.items():
+        if chosen := [row for row in rows if row["table"] == name]:
+            parts.append(f"## {title}\n\n{tables.markdown(chosen, columns)}")
+    return "\n\n".join([*parts, LEGEND]) + "\n"
+
+
+def save_picture(rows: Sequence[Row], copies: dict[int, float], title: str, path: Path) -> None:
+    """Write a PNG: GB/s over bytes of the ops' rows, beneath the copy's (`copies`: bytes -> ms).
+
+    Needs matplotlib; errors: ImportError without it.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axis = figure.subplots()
+    roof = [moved / ms / 1e6 for moved, ms in copies.items()]
+    axis.plot(list(copies), roof, color="#111827", linewidth=1.5, marker=".", label="copy: the roof")
+    for name, (marker, color) in LOOKS.items():
+        mine = [row for row in rows if (row["contestant"] if row["contestant"] in LOOKS else KNOWN) == name]
+        if mine:
+            places = ([row[field] for row in mine] for field in ("bytes", "gb_per_s"))
+            axis.plot(*places, marker, color=color, label=name, markersize=6)
+        if name == OURS:
+            for row in mine:
+                text = f" {row['op']} {row['layout']} {row['dtype']}"
+                axis.annotate(text, (row["bytes"], row["gb_per_s"]), fontsize=5, rotation=20)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("bytes that the job must move")
+    axis.set_ylabel("GB/s, by the median")
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)

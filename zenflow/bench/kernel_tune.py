@@ -1,0 +1,151 @@
+"""A search for better launch constants, on tensors that nobody else sees.
+
+Kernels of this package write in place, so nothing is tuned where it is used: production launches have fixed constants,
+and a run of this search prints what others would take. Every candidate works on tensors built for it alone, is called
+once before it is timed, and what it wrote then is compared with what today's constants write.
+
+One constant is varied at a time, the others being the best so far, in the order in which they are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from zenflow_kernels import channels, fused_step, importance, norm, stochastic_rounding, table, topk
+
+from zenflow.bench.kernel_ops import OPS, Work
+from zenflow.bench.kernel_problem import Problem
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A constant that a launcher reads, and the values to try."""
+
+    module: ModuleType
+    name: str
+    values: tuple[Any, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.module.__name__.rpartition('.')[2]}.{self.name}"
+
+
+_STEP = (
+    Knob(table, "STEP_TILE", (4096, 8192, 16384, 32768, 65536)),
+    Knob(fused_step, "FOLD_BLOCK", (1024, 2048, 4096, 8192)),
+    Knob(fused_step, "UPDATE_BLOCK", (256, 512, 1024, 2048)),
+    Knob(fused_step, "WARPS", (2, 4, 8)),
+)
+_COMPACT = (
+    Knob(channels, "TILE_ROWS", (4, 8, 16, 32)),
+    Knob(channels, "TILE_COLS", (128, 256, 512)),
+    Knob(channels, "WARPS", (2, 4, 8)),
+)
+_SCORES = Knob(importance, "WARPS", (4, 8))
+KNOBS = {
+    "partial_norms": (Knob(norm, "NORM_BLOCK", (2048, 4096, 8192)), Knob(norm, "WARPS", (4, 8, 16))),
+    "fused_step": _STEP,
+    "fused_step_first": _STEP,
+    "fused_step_alone": _STEP,
+    "fused_step_whole": (_STEP[0], *_STEP[2:]),
+    "write_masters": (_STEP[0], *_STEP[2:]),
+    "channel_scores": (
+        Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
+        Knob(importance, "ROW_BLOCK", ((256, 16), (512, 8), (128, 32), (512, 16))),
+        _SCORES,
+    ),
+    "select_channels": (Knob(topk, "BLOCK", (2048, 4096)), Knob(topk, "WARPS", (8, 16, 32))),
+    "gather_channels": _COMPACT,
+    "scatter_channels": _COMPACT,
+    "stochastic_rounding": (Knob(stochastic_rounding, "WARPS", (2, 4, 8)),),
+}
+UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK"}  # by layout: what channel_scores does not read there
+
+Setting = dict[Knob, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting: its label, its outputs after one call compared with today's, its times or why it has none."""
+
+    label: str
+    same_bits: bool | None
+    result: Any
+    today: bool = False
+    best: bool = False
+
+
+@contextmanager
+def launch_constants(setting: Setting) -> Iterator[None]:
+    """Launches inside use these constants."""
+    before = {knob: getattr(knob.module, knob.name) for knob in setting}
+    try:
+        for knob, value in setting.items():
+            setattr(knob.module, knob.name, value)
+        yield
+    finally:
+        for knob, value in before.items():
+            setattr(knob.module, knob.name, value)
+
+
+def knobs_of(op: str, problem: Problem) -> tuple[Knob, ...]:
+    """The constants that the op's launchers read for this problem."""
+    return tuple(knob for knob in KNOBS[op] if knob.name != UNUSED.get(problem.layout))
+
+
+def outputs_of(work: Work) -> list[Tensor]:
+    """Call ours once; copies of everything that it wrote or returned."""
+    made = work.ours.run()
+    returned = [] if made is None else list(made) if isinstance(made, (list, tuple)) else [made]
+    return [tensor.clone() for tensor in (*work.outputs, *returned)]
+
+
+def tune(op: str, problem: Problem, measure: Callable[[Work], Any]) -> list[Candidate]:
+    """Try the op's constants on `problem`; `measure(work)` gives an object with `p50`, and may raise.
+
+    Every setting that was tried, today's first, the best one marked.
+    """
+    knobs = knobs_of(op, problem)
+    best: Setting = {knob: getattr(knob.module, knob.name) for knob in knobs}
+    expected = outputs_of(OPS[op].build(problem))
+    tried = {_key(best): replace(_try(op, problem, best, expected, measure), today=True)}
+    for knob in knobs:
+        for value in knob.values:
+            setting = best | {knob: value}
+            if _key(setting) not in tried:
+                tried[_key(setting)] = _try(op, problem, setting, expected, measure)
+        best = min((best | {knob: value} for value in (*knob.values, best[knob])), key=lambda s: _ms(tried[_key(s)]))
+    return [replace(found, best=key == _key(best)) for key, found in tried.items()]
+
+
+def _try(op: str, problem: Problem, setting: Setting, expected: list[Tensor], measure: Callable) -> Candidate:
+    label = " ".join(f"{knob.label}={_shown(value)}" for knob, value in setting.items())
+    try:
+        with launch_constants(setting):
+            work = OPS[op].build(problem)
+            same = all(_same(got, want) for got, want in zip(outputs_of(work), expected, strict=True))
+            return Candidate(label, same, measure(work))
+    except Exception as error:  # a block may be too large for the card's shared memory or registers
+        return Candidate(label, None, error)
+
+
+def _same(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def _ms(candidate: Candidate) -> float:
+    return float("inf") if isinstance(candidate.result, Exception) else candidate.result.p50
+
+
+def _key(setting: Setting) -> tuple[tuple[str, Any], ...]:
+    return tuple((knob.label, value) for knob, value in setting.items())
+
+
+def _shown(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
