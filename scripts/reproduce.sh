@@ -10,8 +10,8 @@ reproduce.sh SIZE [FOLDER] [WORD...]: all ablations, the locality study and thei
   scripts/reproduce.sh full                         a GPU: a decoder over bytes, pretrained here on Python sources, then
                                                     fine-tuned on torch's C and C++ headers, 300 steps a run
   scripts/reproduce.sh full runs/large model=causal model.path=MODEL data=file data.path=FILE.jsonl
-                                                    with these words for every run, behind its own; a model
-                                                    needs its model.path then (null, if it has a package)
+                                                    with these words of zenflow-train for every run, behind its
+                                                    own; a model needs its model.path then (null if it has a package)
 
 FOLDER is runs/reproduce_SIZE if none is given. A part that has ended is skipped when the script is called again, and a
 part that had not is made anew; a folder is for one SIZE with the same SEEDS and words. What is left:
@@ -46,7 +46,7 @@ python=${PYTHON:-python3}
 pretrained=$folder/pretrain/model
 case $size in
     debug) words=(debug=smoke steps=12 evaluate_every=6) study=("locality.lags=[1,4]") ;;
-    small) words=() study=(experiment=ablation "steps=80") ;;
+    small) words=() study=(experiment=ablation name=locality steps=272 evaluate_every=136 plot=true) ;;
     full)
         words=(
             model=bytes "model.path=$pretrained" data=headers steps=300 batch_size=16 evaluate_every=50
