@@ -8,7 +8,8 @@ import sys
 import time
 
 from tests.ring_model.explore import Explorer
-from tests.ring_model.protocol import Setup, build
+from tests.ring_model.protocol import build
+from tests.ring_model.setup import Setup
 
 
 def main() -> int:
@@ -23,7 +24,11 @@ def main() -> int:
         steps = range(1, interval * arguments.windows + 1)
         ends = frozenset(steps[interval - 1 :: interval])
         events = [{}, {"selecting": ends}, {"saving": frozenset(steps)}, {"flushing": frozenset(steps[::2])}]
-        events += [{"dropping": frozenset(steps)}, {"selecting": frozenset([max(ends)]), "saving": ends}]
+        events += [
+            {"checked": True, "dropping": ends},
+            {"dropping": frozenset(steps)},
+            {"selecting": frozenset([max(ends)]), "saving": ends},
+        ]
         choices = itertools.product(
             (0, 1), ("backward", "step"), (True, False), ((False, False), (True, False), (True, True))
         )

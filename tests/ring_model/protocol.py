@@ -11,99 +11,10 @@ be on its way meanwhile that write is worth nothing, and `write_masters` repeats
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from tests.ring_model.explore import COMPUTE, COPIES, HOST, LOST, UPLOADS, Op, Program, Stamp
-
-Sent = tuple[int, int, int]  # bucket, window, sequence number
-
-# Each is one wait or one sequence in the engine; DESIGN's letters. `Setup.without` takes some away.
-ORDERS = {
-    "a: the last gradient before the upload": "zenflow.uploads:Uploads._take_over",
-    "a: done before the upload": "zenflow.uploads:Uploads._upload",
-    "a: backward before the uploads in step()": "zenflow.uploads:Uploads.queue_rest",
-    "b: uploads before the selected masters": "zenflow.uploads:Uploads.land",
-    "c: the fold before the copy": "zenflow.sending:Sender._follow_compute",
-    "c: the upload before ready": "zenflow.sending:Sender.send_window",
-    "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",
-    "e: a turn's last window is done before its records are written": "zenflow.sending:Sender._free_records",
-    "e: gradients are copied before they are zeroed": "zenflow.sending:Sender.release_gradients",
-    "e: copies are finished before a state is read": "zenflow.sending:Sender.finish_copies",
-    "f: the payload before ready": "zenflow.sending:Sender._raise_ready",
-    "f: the shadow before done": "zenflow.header:Header.finish",
-    "selection: what leaves has arrived before the worker is told": "zenflow.selection:_Exchange._order",
-    "selection: the worker has answered before what enters is copied": "zenflow.client:WorkerClient.end_exchange",
-}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is modelled: `windows` times `interval` steps, and at which of them something more happens.
-
-    stream_words: streams wait for `done` themselves, else the host does. zeroed: gradients are zeroed in place between
-    two steps, else given up. selecting: steps that end a window and select, state moving in `parts`. saving, flushing:
-    steps after which `state_dict()` or `flush()` is called. dropping: steps whose first gradients are thrown away.
-    without: of ORDERS.
-    """
-
-    buckets: int = 2
-    windows: int = 3
-    interval: int = 1
-    staleness: int = 1
-    upload: str = "backward"
-    on_host: bool = False
-    stream_words: bool = True
-    zeroed: bool = False
-    selecting: frozenset[int] = frozenset()
-    saving: frozenset[int] = frozenset()
-    flushing: frozenset[int] = frozenset()
-    dropping: frozenset[int] = frozenset()
-    parts: int = 3
-    without: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        assert self.without <= ORDERS.keys(), self.without - ORDERS.keys()
-
-
-@dataclass
-class Stream:
-    """An actor's operations so far, and what holds back the next one."""
-
-    actor: int
-    host: list[Op]
-    ops: list[Op] = field(default_factory=list)
-    after: dict[int, int] = field(default_factory=dict)
-    until: list[tuple[int, int]] = field(default_factory=list)
-
-    def event(self) -> tuple[int, int]:
-        """A point of the stream: all that is queued now."""
-        if self.after or self.until:
-            self.push(("wait",), "torch.cuda:Stream.wait_event")
-        return self.actor, len(self.ops)
-
-    def wait_event(self, event: tuple[int, int]) -> None:
-        actor, count = event
-        if count:
-            self.after[actor] = max(count, self.after.get(actor, 0))
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.event())
-
-    def wait_word(self, cell: int, least: int) -> None:
-        self.until.append((cell, least))
-
-    def push(
-        self, key: tuple, where: str, reads: dict[int, Stamp] | None = None, writes: dict[int, Stamp] | None = None
-    ) -> None:
-        """Queue an operation: the host launches it, the stream carries it out."""
-        self.host.append(Op(("launch", *key), where))
-        after = {**self.after, HOST: len(self.host)}
-        self.ops.append(Op(key, where, tuple(sorted(after.items())), tuple(self.until), _items(reads), _items(writes)))
-        self.after, self.until = {}, []
-
-
-def _items(stamps: dict[int, Stamp] | None) -> tuple[tuple[int, Stamp], ...]:
-    return tuple((stamps or {}).items())
+from tests.ring_model.explore import COMPUTE, COPIES, LOST, UPLOADS, Op, Program
+from tests.ring_model.memory import Memory
+from tests.ring_model.setup import ORDERS, Sent, Setup, Stream, items
 
 
 def build(setup: Setup) -> Program:
@@ -111,20 +22,16 @@ def build(setup: Setup) -> Program:
     return _Run(setup).build()
 
 
-class _Run:
+class _Run(Memory):
     """Goes through a run as the trainer's thread does, and notes what each actor has to do."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.buckets, self.step = range(setup.buckets), 0
+        super().__init__(setup)
         self.window = 1
         self.running: list[int] = []  # the steps of the running window
         self.host: list[Op] = []
         self.compute, self.copies, self.uploads = (Stream(actor, self.host) for actor in (COMPUTE, COPIES, UPLOADS))
         self.worker: list[Op] = []
-        self.cells: dict[tuple, int] = {}
-        self.first: list[Stamp] = []
-        self.counters: set[int] = set()
         self.done = self._cell("done", counter=True)
         self.told = self._cell("exchange ordered", counter=True)
         self.answered = self._cell("exchange answered", counter=True)
@@ -132,36 +39,14 @@ class _Run:
         self.sent = 0
         self.pending: list[Sent] = []
         self.queued: set[Sent] = set()
+        self.poisoned: set[int] = set()  # buckets that are being tried
+        self.passed: set[int] = set()
         self.uploaded: dict[int, tuple[int, int]] = {}
         self.copied: tuple[int, int] = (COPIES, 0)
         self.window_ends: list[int] = []
         self.leaving = False  # gradients are on their way
         self.visible = 0  # the window that the deferred weights show
         self.owned = 0  # the step whose selected masters the weights show
-
-    # Memory
-
-    def _cell(self, *name: object, counter: bool = False) -> int:
-        if name not in self.cells:
-            self.cells[name] = len(self.first)
-            self.first.append(0)
-            if counter:
-                self.counters.add(self.cells[name])
-        return self.cells[name]
-
-    def _each(self, name: str, stamp: Stamp, *place: object) -> dict[int, Stamp]:
-        return {self._cell(name, *place, bucket): stamp for bucket in self.buckets}
-
-    def _gradient(self, bucket: int) -> int:
-        """In place, or in memory that nobody else gets before it was copied (`record_stream`)."""
-        return self._cell("gradient", bucket) if self.setup.zeroed else self._cell("gradient", self.step, bucket)
-
-    def _gradients(self, stamp: Stamp) -> dict[int, Stamp]:
-        return {self._gradient(bucket): stamp for bucket in self.buckets}
-
-    def _lane(self, window: int, step: int, bucket: int) -> int:
-        """`geometry.Segment.lane`: one, or one a step of two turns."""
-        return self._cell("lane", window % 2, step, bucket) if self.setup.on_host else self._cell("ring", bucket)
 
     def _has(self, order: str) -> bool:
         assert order in ORDERS, order
@@ -226,6 +111,14 @@ class _Run:
             self._make_visible()
 
     def _take_over(self, sent: Sent) -> None:
+        bucket = sent[0]
+        if self.setup.checked and bucket not in self.passed:
+            self.poisoned.add(bucket)
+            places = [self._cell(name, bucket) for name in ("weights", "selected weights")]
+            self.compute.push(
+                ("poison", self.step, bucket), "zenflow.uploads:Uploads._take_over", writes=dict.fromkeys(places, LOST)
+            )
+            return
         if not self.setup.stream_words:
             return  # only where the worker happens to have finished: the upload in step() covers less time
         if self._has("a: the last gradient before the upload"):
@@ -258,6 +151,9 @@ class _Run:
         grads = self._gradients(self.step)
         log = {self._cell("device log"): (self.window, position + 1)}
         self.compute.push(("close", self.step), "zenflow.pipeline:Pipeline._reduce", grads, log)
+        if self.poisoned:
+            self._synchronize(self.compute, "zenflow.uploads:Uploads.end_backward")
+            self.passed |= self.poisoned
         if self.setup.on_host:
             self._send_gradients(position)
         due = ends and bool(self.pending)
@@ -312,7 +208,7 @@ class _Run:
             if self._has("b: uploads before the selected masters"):
                 self.compute.wait_stream(self.uploads)
             self.visible = self.pending[-1][1]
-        self.pending = []
+        self.pending, self.poisoned = [], set()
 
     def _write_masters(self) -> None:
         where = "zenflow.pipeline:Pipeline.write_selected"
@@ -381,7 +277,7 @@ class _Run:
             reads[self._lane(window, 0, bucket)] = window
         written = {self._cell("shadow", bucket): window, self._cell("master", bucket): window}
         where, until = "zenflow.planning:SegmentWork.process", ((ready, seq),)
-        work = Op(("process", seq), where, until=until, reads=_items(reads), writes=_items(written))
+        work = Op(("process", seq), where, until=until, reads=items(reads), writes=items(written))
         finish = Op(("finish", seq), "zenflow.header:Header.finish", writes=((self.done, seq),))
         if self._has("f: the shadow before done"):
             self.worker += [work, finish]
@@ -456,7 +352,7 @@ class _Run:
         if self.setup.on_host:
             for place, step in enumerate(self.running):
                 reads |= {self._lane(self.window, place, bucket): step for bucket in self.buckets}
-        self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=_items(reads))
+        self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=items(reads))
         self._look("zenflow.optimizer:ZenFlow.state_dict")
 
     def _flush(self) -> None:
@@ -476,7 +372,7 @@ class _Run:
         """All weights are what they should be now, for a host that has waited for the compute stream."""
         self._synchronize(self.compute, where)
         weights = self._each("weights", self.visible) | self._each("selected weights", self.owned)
-        self._host(("look", self.step), where, reads=_items(weights))
+        self._host(("look", self.step), where, reads=items(weights))
 
 
 def places(program: Program) -> Iterator[str]:

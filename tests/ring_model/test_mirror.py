@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.ring_model.explore import ACTORS, COMPUTE, COPIES, HOST, UPLOADS, Op
-from tests.ring_model.protocol import Setup, Stream, build
+from tests.ring_model.protocol import build
+from tests.ring_model.setup import Setup, Stream
 from zenflow import ZenFlow
 from zenflow import pipeline as pipeline_module
 from zenflow.client import WorkerClient
@@ -80,8 +81,9 @@ class NotingEngine:
         self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(setup.buckets)))
         self.engine = ZenFlow(
             self.model.parameters(), topk_ratio=0.0, min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
-            update_interval=setup.interval, overlap_step=bool(setup.staleness), upload=setup.upload, upload_check=False,
-            backward_passes_per_step=1, accumulate_on="host" if setup.on_host else "gpu", select_interval=10**6,
+            update_interval=setup.interval, overlap_step=bool(setup.staleness), upload=setup.upload,
+            upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
+            select_interval=10**6,
         )  # fmt: skip
         self.pipeline = self.engine._pipeline
         (self.storage,) = self.pipeline.storages
@@ -144,6 +146,15 @@ class NotingEngine:
         before(Sender, "_copy", self._log)
         before(ParamRecord, "lane", self._lane)
         before(Uploads, "_copy", self._upload)
+        take_over = Uploads._take_over
+
+        def noting(uploads: Uploads, sent: Sent) -> None:
+            tried = len(uploads._poisoned)
+            take_over(uploads, sent)
+            if len(uploads._poisoned) > tried:
+                self.compute.push(("poison", self.step, sent.bucket.index), "")
+
+        monkeypatch.setattr(Uploads, "_take_over", noting)
 
     def _log(self, sender: Sender, target: Tensor, source: Tensor) -> None:
         if target.data_ptr() in [log.data_ptr() for log in self.storage.logs]:
@@ -217,6 +228,7 @@ SETUPS = {
     "no-overlap": {"staleness": 0},
     "upload-in-step": {"upload": "step"},
     "host-waits": {"stream_words": False},
+    "upload-check": {"windows": 4, "checked": True, "dropping": {2}},
     "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
     "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
     "host": {"on_host": True, "interval": 2, "saving": {3}},

@@ -12,7 +12,8 @@ from functools import reduce
 import pytest
 
 from tests.ring_model.explore import HOST, Explorer, Program
-from tests.ring_model.protocol import ORDERS, Setup, build, places
+from tests.ring_model.protocol import build, places
+from tests.ring_model.setup import ORDERS, Setup
 
 STEPS = frozenset(range(1, 7))
 EVEN = frozenset({2, 4, 6})
@@ -26,6 +27,7 @@ SETUPS = {
     "host-waits": {"stream_words": False, "saving": {2}},
     "selection": {"interval": 2, "selecting": {2, 6}},
     "selection-always": {"selecting": STEPS, "saving": {2}},
+    "upload-check": {"checked": True, "dropping": {2}},
     "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
     "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
     "host": {"on_host": True, "interval": 2},

@@ -1,0 +1,99 @@
+"""What is modelled, the orders that can be left out, and streams that collect what is queued on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.ring_model.explore import HOST, Op, Stamp
+
+Sent = tuple[int, int, int]  # bucket, window, sequence number
+
+# Each is one wait or one sequence in the engine; DESIGN's letters. `Setup.without` takes some away.
+ORDERS = {
+    "a: the last gradient before the upload": "zenflow.uploads:Uploads._take_over",
+    "a: done before the upload": "zenflow.uploads:Uploads._upload",
+    "a: backward before the uploads in step()": "zenflow.uploads:Uploads.queue_rest",
+    "b: uploads before the selected masters": "zenflow.uploads:Uploads.land",
+    "c: the fold before the copy": "zenflow.sending:Sender._follow_compute",
+    "c: the upload before ready": "zenflow.sending:Sender.send_window",
+    "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",
+    "e: a turn's last window is done before its records are written": "zenflow.sending:Sender._free_records",
+    "e: gradients are copied before they are zeroed": "zenflow.sending:Sender.release_gradients",
+    "e: copies are finished before a state is read": "zenflow.sending:Sender.finish_copies",
+    "f: the payload before ready": "zenflow.sending:Sender._raise_ready",
+    "f: the shadow before done": "zenflow.header:Header.finish",
+    "selection: what leaves has arrived before the worker is told": "zenflow.selection:_Exchange._order",
+    "selection: the worker has answered before what enters is copied": "zenflow.client:WorkerClient.end_exchange",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is modelled: `windows` times `interval` steps, and at which of them something more happens.
+
+    stream_words: streams wait for `done` themselves, else the host does. zeroed: gradients are zeroed in place between
+    two steps, else given up. checked: a bucket's first upload is tried with NaN (`upload_check`). selecting: steps that
+    end a window and select, state moving in `parts`. saving, flushing: steps after which `state_dict()` or `flush()` is
+    called. dropping: steps whose first gradients are thrown away.
+    without: of ORDERS.
+    """
+
+    buckets: int = 2
+    windows: int = 3
+    interval: int = 1
+    staleness: int = 1
+    upload: str = "backward"
+    on_host: bool = False
+    stream_words: bool = True
+    zeroed: bool = False
+    checked: bool = False
+    selecting: frozenset[int] = frozenset()
+    saving: frozenset[int] = frozenset()
+    flushing: frozenset[int] = frozenset()
+    dropping: frozenset[int] = frozenset()
+    parts: int = 3
+    without: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert self.without <= ORDERS.keys(), self.without - ORDERS.keys()
+
+
+@dataclass
+class Stream:
+    """An actor's operations so far, and what holds back the next one."""
+
+    actor: int
+    host: list[Op]
+    ops: list[Op] = field(default_factory=list)
+    after: dict[int, int] = field(default_factory=dict)
+    until: list[tuple[int, int]] = field(default_factory=list)
+
+    def event(self) -> tuple[int, int]:
+        """A point of the stream: all that is queued now."""
+        if self.after or self.until:
+            self.push(("wait",), "torch.cuda:Stream.wait_event")
+        return self.actor, len(self.ops)
+
+    def wait_event(self, event: tuple[int, int]) -> None:
+        actor, count = event
+        if count:
+            self.after[actor] = max(count, self.after.get(actor, 0))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.event())
+
+    def wait_word(self, cell: int, least: int) -> None:
+        self.until.append((cell, least))
+
+    def push(
+        self, key: tuple, where: str, reads: dict[int, Stamp] | None = None, writes: dict[int, Stamp] | None = None
+    ) -> None:
+        """Queue an operation: the host launches it, the stream carries it out."""
+        self.host.append(Op(("launch", *key), where))
+        after = {**self.after, HOST: len(self.host)}
+        self.ops.append(Op(key, where, tuple(sorted(after.items())), tuple(self.until), items(reads), items(writes)))
+        self.after, self.until = {}, []
+
+
+def items(stamps: dict[int, Stamp] | None) -> tuple[tuple[int, Stamp], ...]:
+    return tuple((stamps or {}).items())
