@@ -7,7 +7,7 @@ from tests.ring_model.setup import Setup
 
 
 class Memory:
-    """step: the one that runs, from 1; cells: numbers of the cells, whose first stamps are 0; counters: see `Program`."""
+    """step: the one that runs, from 1; cells: their numbers; first: their stamps, all 0; counters: see `Program`."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
