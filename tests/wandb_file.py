@@ -15,10 +15,10 @@ FULL, LAST = 1, 4  # kinds of a piece that ends a record
 
 
 class Kept:
-    """One offline run of a training run's folder, as `wandb sync` would send it."""
+    """The one wandb run in a folder, as `wandb sync` would send it; `kind` is `run` of one that was sent as it went."""
 
-    def __init__(self, folder: Path) -> None:
-        (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    def __init__(self, folder: Path, kind: str = "offline-run") -> None:
+        (path,) = folder.glob(f"wandb/{kind}-*/run-*.wandb")
         self._records = list(_records(path.read_bytes()))
         (run,) = self._of("run")[:1]
         self.id, self.group, self.name, self.tags = run.run_id, run.run_group, run.display_name, list(run.tags)
@@ -44,9 +44,9 @@ class Kept:
 
     @property
     def exit_code(self) -> int | None:
-        """None of a run that did not finish."""
+        """What the run finished with, None of one that did not; of one that is cut short wandb writes another later."""
         ends = self._of("exit")
-        return ends[-1].exit_code if ends else None
+        return ends[0].exit_code if ends else None
 
     def _of(self, kind: str) -> list[Any]:
         return [getattr(record, kind) for record in self._records if record.WhichOneof("record_type") == kind]

@@ -21,9 +21,9 @@ def command(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
 def kept() -> Iterator[Callable[[Path], Kept]]:
     """What is in a run's folder once wandb's own process has ended, which still writes when the run has finished."""
 
-    def read_kept(folder: Path) -> Kept:
+    def read_kept(folder: Path, kind: str = "offline-run") -> Kept:
         wandb.teardown()
-        return Kept(folder)
+        return Kept(folder, kind)
 
     yield read_kept
     wandb.teardown()

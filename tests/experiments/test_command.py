@@ -184,9 +184,9 @@ def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  #
     assert (tmp_path / "here" / "metrics.jsonl").exists()
 
 
-def test_an_interrupt_ends_the_run_and_its_worker(tmp_path):
+def test_an_interrupt_ends_the_run_and_its_worker(tmp_path, kept):
     run = subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *SMOKE, "steps=1000000", "hydra.run.dir=here"],
+        [sys.executable, "-m", "experiments.train", *SMOKE, "steps=1000000", "tracking=offline", "hydra.run.dir=here"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -196,10 +196,11 @@ def test_an_interrupt_ends_the_run_and_its_worker(tmp_path):
     for line in run.stdout:
         if "selection at step 1" in line:
             break
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()  # the worker, and wandb's process
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "Traceback" not in errors
     assert children and not [child for child in children if Path(f"/proc/{child}").exists()]
     assert "interrupted" in (tmp_path / "here" / "train.log").read_text()
+    assert kept(tmp_path / "here").exit_code == 130

@@ -41,9 +41,10 @@ def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F
         assert run.tags == [f"engine.topk_ratio={k}", f"engine.update_interval={window}"]
 
 
-def test_a_sweep_ends_with_a_table_of_its_jobs(command):
-    outcome = command("-m", *SMOKE, "engine=adamw", "optimizer.lr=0.01,-1")
+def test_a_sweep_ends_with_a_table_of_its_jobs(command):  # F14
+    outcome = command("-m", *SMOKE, "engine=adamw", "optimizer.lr=1e-2,-1")
     assert outcome.code == 1
+    assert type(outcome.config("0")["optimizer"]["lr"]) is float
     table = (outcome.folder / "summary.txt").read_text()
     assert table in outcome.out
     loss, step = outcome.metrics("0")[-1]["validation_loss"], 1e3 * outcome.summary("0")["step_seconds_mean"]

@@ -14,7 +14,11 @@ import wandb
 
 import experiments.train
 from tests.commands import Outcome
+from tests.processes import within
+from tests.wandb_server import answering
 from zenflow.report.runs import LeftOut, read
+from zenflow.training.schema import TrackingConfig, TrackingMode
+from zenflow.training.wandb_tracking import WandbRun
 
 ROOT = Path(experiments.train.__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
@@ -139,6 +143,18 @@ def test_an_exception_after_wandb_has_started_ends_the_process(tmp_path, kept): 
     assert run.returncode == 1
     assert "ArithmeticError: no evaluation" in (tmp_path / "here" / "train.log").read_text()
     assert kept(tmp_path / "here").exit_code == 1
+
+
+def test_a_network_that_goes_away_holds_no_run_up(tmp_path, kept, monkeypatch):  # F12
+    monkeypatch.setattr("zenflow.training.wandb_tracking.FINISH_SECONDS", 1.0)
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    with answering() as address:
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        run = WandbRun(TrackingConfig(), tmp_path, {}, TrackingMode.online)
+    run.log({"tokens": 1, "elapsed_seconds": 0.5, "loss": 2.0})
+    within(30, run.finish, 1)
+    left = kept(tmp_path, "run")
+    assert left.exit_code == 1 and left.history[-1]["loss"] == 2.0
 
 
 def test_a_kill_loses_at_most_the_open_line(tmp_path):
