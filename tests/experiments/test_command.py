@@ -19,6 +19,7 @@ from zenflow.telemetry import StepRecord
 ROOT = Path(experiments.train.__file__).resolve().parents[1]
 SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
 ENGINE_PART = {item.name for item in dataclasses.fields(StepRecord)} - {"step", "seconds", "staleness"}
+FURTHER = ("staleness", "deferred_step", "deferred_lr", "tokens", "elapsed_seconds")
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 
 
@@ -135,7 +136,9 @@ def test_gradients_on_the_host_train(command):
 
 def test_the_help_says_what_a_run_leaves(command):
     outcome = command("--help")
-    assert [word for word in (*ENGINE_PART, "staleness", "trace.json", "trace_steps") if word not in outcome.out] == []
+    assert [
+        word for word in (*ENGINE_PART, *FURTHER, "trace.json", "trace_steps", "summary.txt") if word not in outcome.out
+    ] == []
 
 
 def test_a_sweep_with_a_typo_leaves_nothing(command, tmp_path):
