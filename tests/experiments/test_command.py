@@ -136,9 +136,8 @@ def test_gradients_on_the_host_train(command):
 
 def test_the_help_says_what_a_run_leaves(command):
     outcome = command("--help")
-    assert [
-        word for word in (*ENGINE_PART, *FURTHER, "trace.json", "trace_steps", "summary.txt") if word not in outcome.out
-    ] == []
+    words = (*ENGINE_PART, *FURTHER, "trace.json", "trace_steps", "summary.txt")
+    assert [word for word in words if word not in outcome.out] == []
 
 
 def test_a_sweep_with_a_typo_leaves_nothing(command, tmp_path):
