@@ -150,6 +150,8 @@ class Play:
                     self.noted.append("the trainer is gone, and nobody has killed it")
                 return
             getattr(self, f"_on_{kind}")(*content)
+            if self.noted:
+                return
             if kind == "step" and self._strike(content[0], pid):
                 self._drain(connection)
                 return

@@ -29,6 +29,7 @@ SAYS = {
     "no descriptors": "Too many open files|descriptors",
     "no memory": r"needs [\d,]+ bytes of host memory, [\d,]+ bytes are available",
 }
+SILENCE = client.SILENCE_SECONDS
 SHORT_SILENCE = 0.3  # seconds: instead of a minute, where the worker has been stopped for good
 
 
@@ -53,7 +54,7 @@ class Striker:
         for thread in self._threads:
             thread.join()
         self._threads = []
-        client.SILENCE_SECONDS = 60.0
+        client.SILENCE_SECONDS = SILENCE
 
     def _in_a_thread(self, call: object, *args: object) -> None:
         self._threads.append(threading.Thread(target=call, args=args))

@@ -101,10 +101,10 @@ class Trainer:
         self.engine.zero_grad()
 
     def _strike(self, striker: Striker, step: int) -> None:
-        """The faults of this step, but none beside one that is to be noticed."""
+        """The next fault that is due, if none is still to be noticed: one a step, they must not undo each other."""
         for fault in self.scenario.faults:
             outside = fault.kind in FROM_OUTSIDE + AT_START
-            if fault.step != step or fault.index in self.struck or outside or self.outstanding is not None:
+            if fault.step > step or fault.index in self.struck or outside or self.outstanding is not None:
                 continue
             self.struck.add(fault.index)
             if not can_strike(fault.kind, self.engine):
@@ -113,6 +113,7 @@ class Trainer:
             if fault.kind in LETHAL:
                 self.outstanding = fault
             striker.strike(fault.kind, random.Random(fault.draw))
+            return
 
     def _notice(self, striker: Striker, error: WorkerError) -> None:
         fault, self.outstanding = self.outstanding, None
