@@ -300,7 +300,7 @@ class _Run(Memory):
                 self._leave(window, *following[0])
             if self._has("selection: the worker has answered before what enters is copied"):
                 self._host(
-                    ("answer", window, part),
+                    ("answer", self.step, part),
                     "zenflow.client:WorkerClient.end_exchange",
                     until=((self.answered, self.exchanges),),
                     asks="await",
@@ -308,7 +308,7 @@ class _Run(Memory):
             if following:
                 self._order(window, *following[0])
             reads = {half: (window, part, 1)}
-            self.compute.push(("enter", window, part), "zenflow.selection:_Exchange._enter", reads)
+            self.compute.push(("enter", self.step, part), "zenflow.selection:_Exchange._enter", reads)
 
     def _half(self, window: int, part: int) -> int:
         """`selection._idle_half`: the lane, or those of the window that has just been sent."""
@@ -317,25 +317,25 @@ class _Run(Memory):
 
     def _leave(self, window: int, part: int, half: int) -> None:
         where = "zenflow.selection:_Exchange._leave"
-        self.compute.push(("leave", window, part), where, writes={half: (window, part, 0)})
+        self.compute.push(("leave", self.step, part), where, writes={half: (window, part, 0)})
         self.arrived = self.compute.event()
 
     def _order(self, window: int, part: int, half: int) -> None:
         where = "zenflow.selection:_Exchange._order"
         if self._has("selection: what leaves has arrived before the worker is told"):
-            self._host(("arrived", window, part), where, after=(self.arrived,))
+            self._host(("arrived", self.step, part), where, after=(self.arrived,))
         self.exchanges += 1
-        self._host(("order", window, part), where, writes=((self.told, self.exchanges),))
+        self._host(("order", self.step, part), where, writes=((self.told, self.exchanges),))
         self.worker += [
             Op(
-                ("exchange", window, part),
+                ("exchange", self.step, part),
                 "zenflow.exchange:carry_out",
                 until=((self.told, self.exchanges),),
                 reads=((half, (window, part, 0)),),
                 writes=((half, (window, part, 1)), *self._each("master", window).items()),
             ),
             Op(
-                ("answer", window, part),
+                ("answer", self.step, part),
                 "zenflow.worker:Worker._exchange",
                 writes=((self.answered, self.exchanges),),
             ),

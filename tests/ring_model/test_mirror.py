@@ -1,7 +1,7 @@
 """The model's programs are the engine's: what it queues on its streams, in which order and behind what.
 
 The engine runs on the CPU with streams and events that take notes, as it would on a GPU; data move at once, so that the
-run itself is right. Left out: the inside of a selection, whose events only a GPU has.
+run itself is right.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from zenflow import ZenFlow
 from zenflow import pipeline as pipeline_module
 from zenflow.client import WorkerClient
 from zenflow.ring import SegmentMemory
+from zenflow.selection import _Exchange
 from zenflow.sending import Sender
 from zenflow.storage import ParamRecord
 from zenflow.uploads import Sent, Uploads
@@ -46,10 +47,13 @@ class NotingEvent:
     """A CUDA event: the point of a stream at which it was recorded last."""
 
     def __init__(self, engine: NotingEngine) -> None:
-        self.engine, self.point = engine, (COMPUTE, 0)
+        self.engine, self.point, self.part = engine, (COMPUTE, 0), 0
 
     def record(self, stream: NotingStream | None = None) -> None:
-        self.point = (stream or self.engine.current).event()
+        self.point, self.part = (stream or self.engine.current).event(), self.engine.part
+
+    def synchronize(self) -> None:
+        self.engine.note("arrived", self.engine.step, self.part)
 
 
 class NotingWords:
@@ -80,17 +84,18 @@ class NotingEngine:
         self.setup, self.host, self.quiet = setup, [], False
         self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(setup.buckets)))
         self.engine = ZenFlow(
-            self.model.parameters(), topk_ratio=0.0, min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
+            self.model.parameters(), topk_ratio=0.5 if setup.selecting else 0.0,
+            min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
             update_interval=setup.interval, overlap_step=bool(setup.staleness), upload=setup.upload,
             upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
-            select_interval=10**6,
+            select_interval=min(setup.selecting, default=10**6),
         )  # fmt: skip
         self.pipeline = self.engine._pipeline
         (self.storage,) = self.pipeline.storages
         assert len(self.storage.segment.buckets) == setup.buckets
         self.compute, self.copies, self.uploads = (NotingStream(a, self.host) for a in (COMPUTE, COPIES, UPLOADS))
         self.current = self.compute
-        self.step = 0
+        self.step = self.part = 0
         self._give_streams(monkeypatch)
         self._take_notes(monkeypatch)
         for bucket, layer in enumerate(reversed(self.model)):
@@ -106,6 +111,7 @@ class NotingEngine:
             events += [NotingEvent(self) for _ in range(self.setup.buckets)]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._as_current)
+        monkeypatch.setattr("zenflow.selection.PART_BYTES", 4 * 64)  # two blocks of state
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
         if words is None:  # what the worker's pace decides: it is never found to have finished
             uploads._client = Unfinished(client)
@@ -146,6 +152,17 @@ class NotingEngine:
         before(Sender, "_copy", self._log)
         before(ParamRecord, "lane", self._lane)
         before(Uploads, "_copy", self._upload)
+        before(_Exchange, "_leave", self._leave)
+        before(_Exchange, "_enter", lambda _, number: self.compute.push(("enter", self.step, number + 1), ""))
+        before(WorkerClient, "begin_exchange", lambda *_: self.note("order", self.step))
+        before(WorkerClient, "end_exchange", lambda *_: self.note("answer", self.step))
+        made = _Exchange.__init__
+
+        def with_events(exchange: _Exchange, *args: Any) -> None:
+            made(exchange, *args)
+            exchange.arrived = [NotingEvent(self), NotingEvent(self)]
+
+        monkeypatch.setattr(_Exchange, "__init__", with_events)
         take_over = Uploads._take_over
 
         def noting(uploads: Uploads, sent: Sent) -> None:
@@ -167,6 +184,10 @@ class NotingEngine:
 
     def _upload(self, uploads: Uploads, sent: Sent) -> None:
         self.uploads.push(("upload", sent.bucket.index, sent.window), "")
+
+    def _leave(self, exchange: _Exchange, number: int) -> None:
+        self.part = number + 1
+        self.compute.push(("leave", self.step, self.part), "")
 
     def _gradient(self, bucket: int) -> None:
         self.compute.push(("backward", self.step, bucket), "")
@@ -193,7 +214,9 @@ class NotingEngine:
         if self.setup.zeroed:
             self.compute.push(("zero", self.step), "")
         self.compute.push(("forward", self.step), "")
-        self.model(torch.ones(2, 8)).square().sum().backward()
+        # Other channels matter in every second window, so that a selection has something to move.
+        batch = torch.where(torch.arange(8) % 2 == self.step // 2 % 2, 4.0, 0.1)
+        self.model(torch.stack([batch, -batch])).square().sum().backward()
 
 
 class Unfinished:
@@ -212,7 +235,8 @@ class Unfinished:
 def comparable(host: list[Op]) -> list[tuple]:
     """What the host did, less what a CPU cannot show: reading results, and waiting for the compute stream."""
     unseen = (("synchronize", COMPUTE),)
-    return [op.key for op in host if op.key[0] not in ("look", "save") and op.key not in unseen]
+    keys = [op.key for op in host if op.key[0] not in ("look", "save") and op.key not in unseen]
+    return [key[:2] if key[0] in ("order", "answer") else key for key in keys]
 
 
 def guards(ops: list[Op]) -> list[tuple]:
@@ -229,6 +253,8 @@ SETUPS = {
     "upload-in-step": {"upload": "step"},
     "host-waits": {"stream_words": False},
     "upload-check": {"windows": 4, "checked": True, "dropping": {2}},
+    "selection": {"windows": 4, "selecting": {2, 4}},
+    "selection-host": {"windows": 4, "selecting": {2, 4}, "on_host": True, "staleness": 0},
     "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
     "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
     "host": {"on_host": True, "interval": 2, "saving": {3}},
