@@ -217,3 +217,66 @@ def test_the_norm_is_summed_in_the_order_of_the_saved_run(
     for run in runs[1:]:
         for step, (one, other) in enumerate(zip(run, runs[0], strict=True)):
             assert_same_bits(one, other, f"partial sums of step {step}")
+
+
+class Loop:
+    """A training loop as anybody writes it: dropout, shuffled data, a schedule, clipping, two passes a step."""
+
+    def __init__(self, device: str, build: Builder, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers = nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(24), nn.Linear(24, 5)
+        self.device, self.model = device, nn.Sequential(*layers).to(device)
+        self.optimizer = build(self.model.parameters(), lr=0.02, max_grad_norm=0.5, topk_ratio=0.3, update_interval=3)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=20)
+        self.shuffling = torch.Generator().manual_seed(seed)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        for _ in range(2):
+            picked = torch.randint(0, 64, (8,), generator=self.shuffling)
+            x, y = (torch.sin(picked[:, None] * torch.arange(1, 13))).to(self.device), (picked % 5).to(self.device)
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "shuffling": self.shuffling.get_state(),
+            "dropout": torch.get_rng_state(),
+            "dropout_on_gpu": torch.cuda.get_rng_state() if self.device == "cuda" else None,
+            "losses": self.losses,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.shuffling.set_state(state["shuffling"])
+        torch.set_rng_state(state["dropout"])
+        if self.device == "cuda":
+            torch.cuda.set_rng_state(state["dropout_on_gpu"])
+        self.losses = state["losses"]
+
+
+def test_i7_with_dropout_shuffled_data_and_a_schedule(device: str, build: Builder, tmp_path: Path) -> None:
+    """A whole loop in one folder; with torch's own schedulers, whose momentum cycles through `betas` too."""
+    loop = Loop(device, build, seed=0)
+    for step in range(1, 12):
+        loop.step()
+        if step in (4, 8):
+            save(tmp_path / str(step), loop.state_dict())
+    for step in (4, 8):
+        resumed = Loop(device, build, seed=9)
+        resumed.load_state_dict(load(tmp_path / str(step)))
+        while len(resumed.losses) < 11:
+            resumed.step()
+        assert resumed.losses == loop.losses
+        assert_same_state(resumed.optimizer.state_dict(), loop.optimizer.state_dict())
+        for (name, weight), other in zip(loop.model.named_parameters(), resumed.model.parameters(), strict=True):
+            assert_same_bits(other, weight, name)

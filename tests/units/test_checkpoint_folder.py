@@ -332,3 +332,14 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tmp_path: Path) -> None:
     assert refusal.value.errno == errno.EFBIG
     assert [path.name for path in tmp_path.iterdir()] == ["previous"]
     assert_same(load(tmp_path / "previous"), make_state())
+
+
+def test_a_state_without_tensors_needs_no_shard(tmp_path: Path) -> None:
+    save(tmp_path / "saved", {})
+    assert load(tmp_path / "saved") == {}
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["manifest.json"]
+
+
+def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        save(tmp_path / "absent" / "saved", {"x": 1})
