@@ -163,7 +163,7 @@ def _step_work(problem: Problem, *, fold: int, folds: bool = True) -> Work:
 
 def _fused_adamw(entry: Entry, grad: Tensor) -> Callable[[], None]:
     """torch's fused AdamW on the fp32 masters; for 16-bit weights with the two conversions that it leaves to others."""
-    steps = [torch.ones((), dtype=torch.float32, device=grad.device)]
+    steps = [(entry.start[0] + ADVANCE).float()]
 
     def run() -> None:
         torch._fused_adamw_(
