@@ -129,7 +129,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
         for row in engine["present_log"]
     ]
     records = {indices[id(record.param)]: record.index for record in pipeline.records}
-    pipeline.norm_order.load([records[index] for index in engine["norm_order"]])
+    pipeline.norm_order.load([records[index] for index in engine["norm_order"]], len(records))
     pipeline.prepare_backward()
 
 

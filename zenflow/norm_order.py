@@ -26,9 +26,9 @@ class NormOrder:
         """Those of `count` records that are summed, by index, in this order."""
         return list(range(count)) if self._order is None else list(self._order)
 
-    def load(self, order: Sequence[int]) -> None:
-        """From now on these records are summed, in this order."""
-        self._order, self._places = list(order), None
+    def load(self, order: Sequence[int], count: int) -> None:
+        """From now on these of `count` records are summed, in this order."""
+        self._order, self._places = None if list(order) == list(range(count)) else list(order), None
 
     def arrange(self, partials: Tensor, tables: Sequence[Table], present: Sequence[bool]) -> Tensor:
         """Of all tables' partial sums, f64 `[n]`, those that are added, in this order; waits for nothing.
@@ -44,5 +44,7 @@ class NormOrder:
             counts = [-(-entry.weight.numel() // table.norm_tile) for table in tables for entry in table.entries]
             starts = list(accumulate(counts, initial=0))
             places = [place for index in self._order for place in range(starts[index], starts[index + 1])]
-            self._places = torch.tensor(places, dtype=torch.int64, device=partials.device)
+            self._places = torch.tensor(places, dtype=torch.int64, device="cpu")
+            if partials.is_cuda:
+                self._places = self._places.pin_memory().to(partials.device, non_blocking=True)
         return partials[self._places]
