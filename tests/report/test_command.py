@@ -53,7 +53,11 @@ def test_tables_of_a_sweep(report, sweep, no_pictures):
     assert float(row["loss_at_equal_seconds_mean"]) == pytest.approx(late)
     assert float(row["loss_at_equal_seconds_vs_baseline_percent"]) == pytest.approx(100 * (late / 2.05 - 1))
     assert float(row["loss_at_step_2_mean"]) == 3.0 and float(row["m_to_host_mean"]) == 0.25
-    assert re.search(r"\| zenflow, k 0\.1, U 2 +\| +2 \| +1 \| +2\.4500 ± 0\.0707 \| +\+19\.51% \|", outcome.text)
+    # Seed by seed: 100 * (2.4 / 2.0 - 1) and 100 * (2.5 / 2.1 - 1), of which the half distance times the root of 2.
+    std = 100 * (2.4 / 2.0 - 2.5 / 2.1) / 2**0.5
+    assert float(row["loss_at_equal_steps_vs_baseline_percent_std"]) == pytest.approx(std)
+    cells = rf"+2\.4500 ± 0\.0707 \| +\+19\.51% ± {std:.2f} \|"
+    assert re.search(rf"\| zenflow, k 0\.1, U 2 +\| +2 \| +1 \| {cells}", outcome.text)
     assert re.search(r"\| adamw +\| [^|]+\| [^|]+\| [^|]+\| +- \|", outcome.text.split("### Speed")[1])
     assert outcome.text in outcome.printed and f"Everything is in {outcome.folder}" in outcome.printed
 

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from tests.report.making import make
 from zenflow.report import breakdown, curves, heat_map, pareto, scores
-from zenflow.report.figures import Curve
+from zenflow.report.figures import Curve, validation_line
 from zenflow.report.look import PALETTE, paint, spread_out
 from zenflow.report.pictures import STEMS, draw
 from zenflow.report.runs import read
@@ -142,6 +142,17 @@ def test_differences_are_taken_at_every_point_of_either_line():
     assert found.curve.x.tolist() == [0, 2, 3, 4]
     assert found.curve.mean == pytest.approx([0.0, 100 * (10 / 3 / 2 - 1), 50.0, 0.0])
     assert found.curve.std == pytest.approx([0.0, 10.0, 15.0, 15.0])
+
+
+@pytest.mark.parametrize(("seeds", "std"), [((0, 1), 0.0), ((0, 2), 100 * 2**0.5 / 3)], ids=["same", "other"])
+def test_a_band_of_differences_leaves_out_what_the_seeds_share(tmp_path, seeds, std):
+    """Both are at 2 and 4 after four steps: seed by seed they do not differ."""
+    bases = [base(loss, seed=seed) for loss, seed in ((2.0, 0), (4.0, 1))]
+    others = [cell(0.1, 4, loss, seed=seed) for loss, seed in zip((2.0, 4.0), seeds, strict=True)]
+    study = study_of(tmp_path, *bases, *others)
+    lines = curves.named_curves(study, lambda run: validation_line(run, False))
+    _, other = curves.differences(lines)
+    assert other.curve.mean.tolist() == [0.0, 0.0] and other.curve.std == pytest.approx([0.0, std])
 
 
 def test_the_baseline_and_each_engine_s_best_stand_out(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,16 @@ HEIGHT = 2.6  # inches of a row
 
 @dataclass(frozen=True)
 class Named:
-    """A setting's curve and its look: colour and marker, None for grey; whether it is the baseline's."""
+    """A setting's curve and its look: colour and marker, None for grey; whether it is the baseline's.
+
+    lines: x and y of its runs by their seeds, in the curve's units; of runs that have each seed once.
+    """
 
     name: str
     curve: Curve
     look: tuple[str, str] | None
     is_base: bool
+    lines: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
@@ -69,6 +73,8 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
             axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.margins(x=0.02)
     notes = seeds_note(study, "bands")
+    if differs and notes:
+        notes[0] += ", below of the differences seed by seed"
     if over_seconds and len(study.settings) > 1:
         above[1].axvline(study.seconds / scale, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
         notes.append("dotted: the shortest run's end, where losses are compared")
@@ -90,20 +96,30 @@ def named_curves(study: Study, line: Callable[[Run], tuple[Any, Any]], scale: fl
             continue
         curve = mean_curve(lines)
         curve = Curve(curve.x / scale, curve.mean, curve.std)
-        named.append(Named(setting.name, curve, looks.get(setting.name), setting is study.baseline))
+        scaled = [(np.asarray(x) / scale, y) for x, y in lines]
+        by_seed = dict(zip(setting.seeds, scaled, strict=True)) if len(set(setting.seeds)) == len(lines) else {}
+        named.append(Named(setting.name, curve, looks.get(setting.name), setting is study.baseline, by_seed))
     return named
 
 
 def differences(curves: Sequence[Named]) -> list[Named]:
-    """The same curves in percent above the baseline's mean, over the part of x that it has too; bands likewise."""
-    (base,) = (curve.curve for curve in curves if curve.is_base)
-    result = []
+    """The same curves in percent above the baseline's mean, over the part of x that it has too.
+
+    Bands are those of the differences seed by seed; where the seeds are others, of the curve itself.
+    """
+    (reference,) = (named for named in curves if named.is_base)
+    base, result = reference.curve, []
     for named in curves:
         first, last = max(named.curve.x[0], base.x[0]), min(named.curve.x[-1], base.x[-1])
         x = np.unique(np.clip(np.concatenate([named.curve.x, base.x]), first, last))
         below = np.interp(x, base.x, base.mean)
         mean = 100 * (np.interp(x, named.curve.x, named.curve.mean) / below - 1)
         std = None if named.curve.std is None else 100 * np.interp(x, named.curve.x, named.curve.std) / below
+        if std is not None and named.lines and named.lines.keys() == reference.lines.keys():
+            ours, theirs = (
+                np.stack([np.interp(x, *side.lines[seed]) for seed in named.lines]) for side in (named, reference)
+            )
+            std = (100 * (ours / theirs - 1)).std(axis=0, ddof=1)
         result.append(Named(named.name, Curve(x, mean, std), named.look, named.is_base))
     return result
 

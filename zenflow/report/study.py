@@ -26,8 +26,9 @@ from zenflow.training.errors import InputError
 class Setting:
     """Runs that differ in the seed alone. `figures` are those of its runs, `spreads` their means, under equal names.
 
-    `vs_steps` and `vs_seconds`: percent by which the validation loss lies above the baseline's, at equal steps and at
-    equal training time; None without a baseline.
+    `vs_steps` and `vs_seconds`: percent by which the mean validation loss lies above the baseline's, at equal steps and
+    at equal training time; None without a baseline. `pairs` are the same differences seed by seed, where both have the
+    same seeds, under the figures' names.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Setting:
     spreads: dict[str, Spread | None] = field(default_factory=dict)
     vs_steps: float | None = None
     vs_seconds: float | None = None
+    pairs: dict[str, Spread | None] = field(default_factory=dict)
 
     @property
     def seeds(self) -> list[int]:
@@ -141,6 +143,19 @@ def _compare(study: Study, baseline: Setting | None) -> None:
     for setting in study.settings:
         for field_name, figure in (("vs_steps", "loss_at_equal_steps"), ("vs_seconds", "loss_at_equal_seconds")):
             setattr(setting, field_name, percent(setting.spreads[figure], baseline.spreads[figure]))
+            setting.pairs[figure] = None if setting is baseline else _paired(setting, baseline, figure)
+
+
+def _paired(setting: Setting, baseline: Setting, name: str) -> Spread | None:
+    """By how many percent a figure lies above the baseline's of the same seed; None unless both have the same seeds."""
+    ours, theirs = (
+        {run.config["seed"]: figures[name] for run, figures in zip(side.runs, side.figures, strict=True)}
+        for side in (setting, baseline)
+    )
+    if ours.keys() != theirs.keys() or None in (*ours.values(), *theirs.values()) or 0 in theirs.values():
+        return None
+    once = len(ours) == len(setting.runs) == len(baseline.runs)
+    return spread_of([100 * (ours[seed] / theirs[seed] - 1) for seed in ours]) if once else None
 
 
 def _best_adamw(study: Study) -> Setting | None:

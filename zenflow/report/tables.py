@@ -18,9 +18,10 @@ LEGEND = """\
 Mean ± standard deviation over the runs of a setting, which differ in the seed alone (n - 1 in the denominator). Loss
 and scores (accuracy and others: more is better) are of the held-out samples. Training time is the sum of the steps' own
 times, the first step's compilation included and evaluations excluded; between two evaluations the loss is taken as
-linear in it. Differences are those of the means; above zero is worse. Median and p95 are of single steps. M: bytes a
-step in units of the weights' bytes. Stall: the device's share of time spent waiting for the CPU or PCIe. Left out: runs
-of the setting that are listed at the end."""
+linear in it. Differences are those of the means; above zero is worse. Their ± is the standard deviation of the
+differences seed by seed, where both settings have the same seeds. Median and p95 are of single steps. M: bytes a step
+in units of the weights' bytes. Stall: the device's share of time spent waiting for the CPU or PCIe. Left out: runs of
+the setting that are listed at the end."""
 
 
 def within(form: Callable[[float], str]) -> Callable[[Spread], str]:
@@ -31,6 +32,12 @@ def within(form: Callable[[float], str]) -> Callable[[Spread], str]:
 def difference(value: float) -> str:
     """5 as +5.00%, and no minus before a zero."""
     return f"{value:+.{1 if abs(value) >= 99.95 else 2}f}%".replace("-0.00", "+0.00")
+
+
+def seed_by_seed(value: tuple[float, Spread | None]) -> str:
+    """A difference of means, and how much the differences of single seeds vary, if that is known."""
+    mean, pairs = value
+    return difference(mean) if pairs is None or pairs.std is None else f"{difference(mean)} ± {pairs.std:.2f}"
 
 
 def three_digits(value: float) -> str:
@@ -56,12 +63,12 @@ def quality_columns(study: Study) -> list[Column]:
     if study.step is not None:
         columns += [
             Column(f"loss after {study.step:,} steps", "loss_at_equal_steps", loss),
-            Column(against, "vs_steps", difference),
+            Column(against, "vs_steps", seed_by_seed),
         ]
     return [
         *columns,
         Column(f"loss after {time_words(study.seconds)}", "loss_at_equal_seconds", loss),
-        Column(against, "vs_seconds", difference),
+        Column(against, "vs_seconds", seed_by_seed),
         *([] if all_end_there else [Column("final loss", "final_loss", loss)]),
         *(Column(f"final {name}", f"{FINAL}{name}", loss) for name in names),
         Column("best loss", "best_loss", loss),
@@ -90,7 +97,9 @@ def setting_row(setting: Setting, study: Study) -> Row:
     if setting.values["engine"] in settings.ADAMWS:
         row |= dict.fromkeys(("stall_share", "m_to_host", "m_to_device", "worker_busy_share", "skipped_steps"))
     if setting is not study.baseline:
-        row |= {"vs_steps": setting.vs_steps, "vs_seconds": setting.vs_seconds}
+        pairs = setting.pairs
+        for name, value in (("steps", setting.vs_steps), ("seconds", setting.vs_seconds)):
+            row[f"vs_{name}"] = None if value is None else (value, pairs.get(f"loss_at_equal_{name}"))
     return row
 
 
@@ -190,6 +199,10 @@ def group_rows(studies: Sequence[Study]) -> list[Row]:
                 "equal_seconds": study.seconds,
                 "loss_at_equal_steps_vs_baseline_percent": setting.vs_steps,
                 "loss_at_equal_seconds_vs_baseline_percent": setting.vs_seconds,
+                **{
+                    f"{name}_vs_baseline_percent_std": None if pairs is None else pairs.std
+                    for name, pairs in setting.pairs.items()
+                },
             }
             for name, value in setting.spreads.items():
                 row |= {f"{name}_mean": None, f"{name}_std": None, f"{name}_n": 0}
