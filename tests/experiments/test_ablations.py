@@ -52,7 +52,7 @@ def jobs(name: str) -> list[TrainConfig]:
     found = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for (word,) in batch:
-            words = word.removeprefix("variant=").strip("'").split()
+            words = word.removeprefix("variant=").strip("'").replace("null", "").split()
             found.append(OmegaConf.to_object(compose("train", [f"experiment={name}", *words])))
     return found
 
@@ -94,6 +94,15 @@ def test_an_ablation_runs_by_one_command_and_is_told_apart_in_a_report(command):
     losses = {setting.name: setting.mean("final_loss") for setting in study.settings}
     assert losses["adamw_bf16"] != losses["adamw"] != losses["zenflow"]
     assert "adamw without masters" in outcome.out
+
+
+def test_what_is_given_for_the_engine_is_not_for_its_baselines(command):
+    outcome = command("experiment=ablation_engine", *SMOKE, "seed=0", "engine.update_interval=2")
+    assert outcome.code == 0, outcome.err
+    engines = [outcome.config(job)["engine"] for job in "0123"]
+    assert [engine.get("update_interval") for engine in engines] == [None, None, 1, 2]
+    assert [engine.get("masters") for engine in engines] == [True, False, None, None]
+    assert outcome.config("1")["model"]["dtype"] == "bfloat16"
 
 
 def test_a_variant_that_does_not_fit_fails_alone_and_says_why(command):

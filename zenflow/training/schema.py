@@ -265,9 +265,12 @@ def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> Dict
     if cfg.get("variant") is None:
         return cfg
     running = HydraConfig.get()
-    given = [word for word in running.overrides.task if not word.startswith("variant=")]
+    words = cfg.variant.split()
+    # What was given for the ablated engine is not for another that the variant takes in its place.
+    dropped = ("variant=", "engine.") if any(word.startswith("engine=") for word in words) else ("variant=",)
+    given = [word for word in running.overrides.task if not word.startswith(dropped)]
     try:
-        varied = compose(running.job.config_name, [*given, *cfg.variant.split()])
+        varied = compose(running.job.config_name, [*given, *words])
     except (HydraException, ValueError) as error:
         sentence = f"variant is {cfg.variant!r}: {explain(error) or error}"
         if part_of_sweep:
