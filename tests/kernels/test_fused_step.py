@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -350,6 +351,67 @@ def test_a_whole_parameter_beyond_int32():
         fused_step_reference(small, twin.control, twin.hyper, twin.bias)
         for got, want in zip((weight, *state), (small.entries[0].weight, *_state(small)), strict=True):
             assert torch.equal(bits(got[:, part]), bits(want))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "cols"), [("column", 2049), ("row", 2048)], ids=["column", "row"])
+def test_a_matrix_beyond_int32(kind, cols):
+    """C8: 2**20 + 1 rows with an accumulator."""
+    check_the_ends(kind, 2**20 + 1, cols, "cuda")
+
+
+@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40)], ids=["column", "row"])
+def test_the_ends_of_a_small_matrix(kind, cols, device):
+    check_the_ends(kind, 37, cols, device)
+
+
+def check_the_ends(kind: str, rows: int, cols: int, device: str) -> None:
+    """Step and write_masters on a bf16 matrix, its first and its last rows by the reference on them alone."""
+    channels = [cols - 1, 0, cols // 2] if kind == "column" else [rows - 1, rows - 3]
+    n = len(channels)
+    grad = torch.empty(rows, cols, dtype=torch.bfloat16, device=device).normal_()
+    weight, accumulator = torch.zeros_like(grad), torch.full_like(grad, float("nan"))
+    state = [torch.rand((rows, n) if kind == "column" else (n, cols), device=device) for _ in range(3)]
+    slot = torch.full((cols if kind == "column" else rows,), -1, dtype=torch.int32)
+    slot[channels] = torch.arange(n, dtype=torch.int32)
+    entry = Entry(
+        weight, kind, 0, *state, torch.zeros(n, dtype=torch.int32, device=device), slot.to(device), accumulator
+    )  # fmt: skip
+    world = make_world([Spec("whole", 1, 1)], device, torch.bfloat16, first=0)
+    decide(world, 1, SCALES["clipped"])
+    world.control.fold.fill_(FOLD_OVERWRITE)
+    parts = [slice(0, 5), slice(rows - 5, rows)]
+    smalls = [_part(entry, part) for part in parts]
+    table = Table([entry], 0)
+    table.bind([grad])
+    fused_step(table, world.control, world.hyper, world.bias)
+    assert not bool(torch.isnan(accumulator).any())
+    twin = world.twin()
+    for part, small in zip(parts, smalls, strict=True):
+        small.bind([grad[part].cpu()])
+        fused_step_reference(small, twin.control, twin.hyper, twin.bias)
+        want = small.entries[0]
+        for got, expected in ((weight, want.weight), (accumulator, want.accumulator)):
+            assert torch.equal(bits(got[part]), bits(expected))
+        for got, expected in zip(state, _state(small), strict=True):
+            if kind == "column":
+                assert torch.equal(bits(got[part]), bits(expected))
+            elif part.start:
+                assert torch.equal(bits(got), bits(expected))
+    state[0].fill_(3.0)
+    weight.zero_()
+    write_masters(table)
+    assert int(weight.count_nonzero()) == state[0].numel()
+    assert bool((weight.index_select(entry.axis, torch.tensor(channels, device=device)) == 3).all())
+
+
+def _part(entry: Entry, rows: slice) -> Table:
+    """Some rows of a large entry, on the CPU."""
+    kept = {"weight", "accumulator", *(() if entry.kind == "row" else ("master", "exp_avg", "exp_avg_sq"))}
+    kept |= {"slot"} if entry.kind == "row" else set()
+    tensors = {name: value for name, value in vars(entry).items() if isinstance(value, torch.Tensor)}
+    small = {name: (value[rows] if name in kept else value).cpu().clone() for name, value in tensors.items()}
+    return Table([replace(entry, **small)], 0)
 
 
 def _state(table: Table) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,12 @@
-"""What the host does around the kernels on a GPU: how often it compiles them, and that it never waits for them."""
+"""What the host does around the kernels on a GPU: how often it compiles them, that it never waits for them, that it
+finds the right device; and what NVIDIA's sanitizer says of them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -21,9 +24,10 @@ from zenflow_kernels.importance import IMPORTANCES, channel_scores
 from zenflow_kernels.norm import partial_norms
 from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.scatter import scatter_channels_
+from zenflow_kernels.stochastic_rounding import round_stochastically
 from zenflow_kernels.topk import select_channels
 
-from tests.kernels.building import Spec, World, make_world
+from tests.kernels.building import Spec, World, bits, make_world
 
 # Both sides of the first matrix exceed one run of channel_scores.
 SPECS = [Spec("column", 640, 768, 70), Spec("row", 64, 128, 9), Spec("whole", 1, 1000)]
@@ -31,7 +35,7 @@ EMPTY = [Spec("column", 9, 0, 0), Spec("row", 0, 128, 0), Spec("whole", 0, 7)]
 STEPS = 64
 
 # Compilations of each kernel: once for all dtypes, or in each dtype once a class.
-ONCE = {"channels_kernel": 1, "_close_step_kernel": 1, "_select_kernel": 1, "_add_runs_kernel": 1}
+ONCE = {"channels_kernel": 1, "_close_step_kernel": 1, "_select_kernel": 1, "_add_runs_kernel": 1, "_round_kernel": 1}
 A_DTYPE = {
     "_partial_norms_kernel": 1,
     "_step_kernel": len(SPECS),
@@ -64,8 +68,11 @@ def scalars(world: World, number: int) -> dict[str, torch.Tensor]:
     }
 
 
-def run_every_op(world: World, grads: list[torch.Tensor], given: dict[str, torch.Tensor], number: int) -> None:
-    """Every op of the package that works on the device, once."""
+def run_every_op(
+    world: World, grads: list[torch.Tensor], given: dict[str, torch.Tensor], number: int
+) -> list[torch.Tensor]:
+    """Every op of the package that works on the device, once; what they return."""
+    made = []
     table, control = world.table, world.control
     table.bind(grads)
     partial_norms(table, given["partials"])
@@ -78,9 +85,15 @@ def run_every_op(world: World, grads: list[torch.Tensor], given: dict[str, torch
     weight = table.entries[0].weight
     for channel_dim in ("column", "row"):
         for importance in IMPORTANCES:
-            chosen = select_channels(channel_scores(grads[0], channel_dim, importance), min(7, *weight.shape))
+            scores = channel_scores(grads[0], channel_dim, importance)
+            chosen = select_channels(scores, min(7, *weight.shape))
+            made += [scores, chosen]
         part = gather_channels(weight, chosen, channel_dim, validate=False)
         scatter_channels_(weight, chosen, part, channel_dim, validate=False)
+        made.append(part)
+    for seed in (number, 2**63 + number):
+        made.append(round_stochastically(table.entries[0].master, seed=seed, step=2**31 + number, stream=number))
+    return made
 
 
 def compilations(device: str = "cuda") -> Counter[str]:
@@ -129,3 +142,52 @@ def test_no_op_waits_for_the_device(specs, dtype):
             run_every_op(world, grads, given[number], number)
     assert world.control.skipped.item() == 0
     assert world.control.count.tolist() == [1] * world.control.count.numel()
+
+
+@pytest.mark.gpu
+def test_every_op_on_another_gpu_leaves_the_current_device_alone(dtype):
+    """D11: the same bits as on the first one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        world = make(SPECS, dtype, device)
+        grads = [grad.to(device) for grad in _fixed_gradients(dtype)]
+        given = {name: tensor.to(device) for name, tensor in scalars(world, 1).items()}
+        made = run_every_op(world, grads, given, 1)
+        assert torch.cuda.current_device() == 0 and {str(tensor.device) for tensor in made} == {device}
+        results.append([*made, *world.state().values()])
+    assert all(torch.equal(bits(one), bits(other)) for one, other in zip(*results, strict=True))
+
+
+def _fixed_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(spec.rows, spec.cols, generator=generator).to(dtype) for spec in SPECS]
+
+
+# Odd sides, several tiles, channels of every kind, and what is empty.
+ODD = [Spec("column", 67, 131, 13), Spec("row", 131, 67, 13), Spec("whole", 1, 4099), Spec("column", 3, 1, 1), *EMPTY]
+
+
+def once(device: str = "cuda") -> None:
+    """Every op on small odd sizes, in both dtypes; fails if something outside the tensors was written."""
+    for dtype in (torch.bfloat16, torch.float32):
+        world = make_world(ODD, device, dtype, step_tile=1024, norm_tile=1024)
+        for number in range(2):
+            run_every_op(world, gradients(ODD, dtype, device), scalars(world, number), number)
+        world.pad.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_the_sanitizer_finds_nothing(tool):
+    """Every tensor in an allocation of its own, so that an access beyond one is seen."""
+    places = [os.environ.get("PATH", ""), os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    program = [sys.executable, "-c", "from tests.kernels.test_launches import once; once(); print('done')"]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
