@@ -20,16 +20,16 @@ RATES = [2.0**-10 * (3 + 5 * step % 7) for step in range(STEPS)]
 
 
 def moved(
-    folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, **settings: Any
+    folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, device: str = "cpu", **settings: Any
 ) -> tuple[list[dict], list[Tensor]]:
     """The lines of a run whose gradient is always 1, and how far each step moved the weights `[16]`, by column.
 
     AdamW moves by the rate itself then, whatever its t: both moments' means are 1.
     """
-    weight = nn.Parameter(torch.zeros(8, 16))
+    weight = nn.Parameter(torch.zeros(8, 16, device=device))
     config = ZenFlowConfig(**{"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1} | settings)
     engine = ZenFlowRun([weight], config, lr=1.0, weight_decay=0.0)
-    timer, distances = StepTimer(torch.device("cpu")), []
+    timer, distances = StepTimer(weight.device), []
     with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(vars(config))) as recorder:
         for number, lr in enumerate(RATES, 1):
             engine.param_groups[0]["lr"] = lr
@@ -40,7 +40,7 @@ def moved(
             engine.zero_grad()
             timer.stop()
             recorder.step(number, torch.tensor(1.0), lr, 1, last=number == STEPS)
-            distances.append((before - weight.detach())[0])
+            distances.append((before - weight.detach())[0].cpu())
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], distances
 
 
@@ -60,8 +60,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("skipped", [(), (4, 9, 10)], ids=["counted", "skipped"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_logged_rates_are_those_applied(name, skipped, tmp_path):
-    lines, distances = moved(tmp_path, skipped, upload="step", **SETTINGS[name])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_logged_rates_are_those_applied(device, name, skipped, tmp_path):
+    lines, distances = moved(tmp_path, skipped, device=device, upload="step", **SETTINGS[name])
     for line, distance in zip(lines, distances, strict=True):
         # One update differs from its rate by the roundings of some ten operations in fp32.
         applied = 0.0 if line["step"] in skipped else line["lr"]
