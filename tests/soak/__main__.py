@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.soak.driver import Play, Tally
+from tests.soak.driver import Play, Tally, count_orphans
 from tests.soak.scenario import Scenario
 
 SHARED = Path("/dev/shm")
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         for text in tally.wrong[known:]:
             print(f"WRONG, {text}\n  again: python -m tests.soak --scenarios 1 --seed {seed}", flush=True)
         seed += 1
+    tally.orphans += count_orphans(tally.trainers)  # also one that was killed before its first instruction
     tally.leaked_descriptors += max(0, len(os.listdir("/proc/self/fd")) - descriptors)
     tally.wrong += [f"{SHARED} has new entries: {new}" for new in [_shared() - entries] if new]
     print(f"seeds {options.seed} to {seed - 1}, {time.monotonic() - started:.0f} s\n\n{tally.table()}")

@@ -13,13 +13,20 @@ import sys
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 
 from tests.processes import ends_within
 from tests.soak.scenario import FROM_OUTSIDE, IN_STREAM, KINDS, LETHAL, Fault, Scenario
 from tests.soak.trainer import life
 
+ENDING = {
+    "kill trainer": signal.SIGKILL,
+    "terminate trainer": signal.SIGTERM,
+    "interrupt trainer": signal.SIGINT,
+}
 SILENCE = 120.0  # seconds without a message: the trainer hangs
 ORPHAN = 5.0  # seconds that a worker may outlive its trainer
 
@@ -40,6 +47,7 @@ class Tally:
     hung: int = 0
     notices: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    trainers: set[int] = field(default_factory=set)  # all that have been
 
     @property
     def well(self) -> bool:
@@ -109,7 +117,6 @@ class Play:
         self.here: Counter[str] = Counter()  # injected in this scenario
         self.saved: tuple[int, bytes] = 0, b""
         self.reference = self.result = ""
-        self.workers: set[int] = set()
         self.noted: list[str] = []
 
     def run(self) -> None:
@@ -125,17 +132,19 @@ class Play:
         pid = os.fork()
         if pid == 0:
             mine.close()
-            _child(theirs, self.scenario, self.struck, self.saved)
+            _child(theirs, self.scenario, self.struck, self.saved, not self.reference)
         theirs.close()
         try:
-            self._listen(mine, pid)
+            if self._strike_at_start(pid):
+                self._drain(mine)
+            else:
+                self._listen(mine, pid)
         finally:
             os.kill(pid, signal.SIGKILL)  # it has not been waited for, so this is nobody else
             os.waitpid(pid, 0)
             mine.close()
-            for worker in self.workers:
-                self.tally.orphans += not ends_within(worker, ORPHAN)
-            self.workers = set()
+            self.tally.trainers.add(pid)
+            self.tally.orphans += count_orphans({pid})
 
     def _listen(self, connection: Connection, pid: int) -> None:
         while True:
@@ -176,9 +185,6 @@ class Play:
 
     def _on_reference(self, found: str) -> None:
         self.reference = found
-
-    def _on_worker(self, pid: int) -> None:
-        self.workers.add(pid)
 
     def _on_step(self, step: int) -> None:
         self.tally.steps += 1
@@ -221,6 +227,16 @@ class Play:
                     return True
         return False
 
+    def _strike_at_start(self, pid: int) -> bool:
+        """Whether the trainer is gone before it has said anything."""
+        for fault in self.scenario.faults:
+            if fault.kind == "kill starting trainer" and fault.index not in self.struck:
+                self._on_struck(fault.index)
+                time.sleep(random.Random(fault.draw).random() * 0.6)
+                os.kill(pid, signal.SIGKILL)
+                return True
+        return False
+
     def _strike_with(self, fault: Fault, pid: int) -> bool:
         draw = random.Random(fault.draw)
         time.sleep(draw.random() * 3e-3)  # anywhere in the next step
@@ -229,7 +245,10 @@ class Play:
             time.sleep(draw.random() * 0.3)
             os.kill(pid, signal.SIGCONT)
             return False
-        os.kill(pid, signal.SIGKILL if fault.kind == "kill trainer" else signal.SIGTERM)
+        os.kill(pid, ENDING[fault.kind])
+        if not ends_within(pid, SILENCE):
+            self.tally.hung += 1
+            self.noted.append(f"{fault} does not end the trainer")
         return True
 
     def _judge(self) -> None:
@@ -247,10 +266,22 @@ class Play:
             self.tally.wrong.append(f"{prefix}the final weights are not those of the undisturbed run")
 
 
-def _child(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes]) -> None:
+def count_orphans(trainers: set[int]) -> int:
+    """How many of the workers that these trainers, which are gone, have started do not end in time."""
+    known, found = {str(pid).encode() for pid in trainers}, []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"zenflow.worker" in words and known & set(words):
+                    found.append(int(entry.name))
+    return sum(not ends_within(worker, ORPHAN) for worker in found)
+
+
+def _child(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes], first: bool) -> None:
     code = 1
     try:
-        life(connection, scenario, struck, saved)
+        life(connection, scenario, struck, saved, first)
         code = 0
     except BaseException:
         traceback.print_exc()

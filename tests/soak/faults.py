@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from zenflow import WorkerError, ZenFlow, arena, client
 
 # What the error of a detected fault must say.
 SAYS = {
-    "kill": r"killed by signal 9 \(SIGKILL\)",
-    "kill in a step": r"killed by signal 9 \(SIGKILL\)",
+    "kill": r"killed by signal \d+ \(SIG\w+\)",
+    "kill in a step": r"killed by signal \d+ \(SIG\w+\)",
+    "kill at start": r"killed by signal \d+ \(SIG\w+\)",
     "stop for good": "has shown no sign of life",
     "flip a bit": r"exit code 1(.|\n)*TornSlotError: slot \d+ .* is torn or out of order",
     "foreign ready": r"exit code 1(.|\n)*TornSlotError: .*ready is \d+ while slot \d+ is due",
@@ -29,6 +31,7 @@ SAYS = {
     "no descriptors": "Too many open files|descriptors",
     "no memory": r"needs [\d,]+ bytes of host memory, [\d,]+ bytes are available",
 }
+DEADLY = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
 SILENCE = client.SILENCE_SECONDS
 SHORT_SILENCE = 0.3  # seconds: instead of a minute, where the worker has been stopped for good
 
@@ -64,7 +67,7 @@ class Striker:
         self._client._process.send_signal(number)  # never to a process that has ended and been waited for
 
     def _kill(self, draw: random.Random) -> None:
-        self._signal(signal.SIGKILL)
+        self._signal(draw.choice(DEADLY))
         self.struck = time.monotonic()
 
     def _kill_in_a_step(self, draw: random.Random) -> None:
@@ -140,8 +143,36 @@ def can_strike(kind: str, engine: ZenFlow) -> bool:
 
 
 @contextmanager
-def shortage(kind: str, draw: random.Random) -> Iterator[None]:
-    """Of descriptors, or of memory, for an optimizer that is built meanwhile."""
+def killing(draw: random.Random) -> Iterator[None]:
+    """The worker of an optimizer that is built meanwhile dies at some moment of its start, or soon after."""
+    spawn, threads = client._spawn, []
+
+    def kill_later(process: subprocess.Popen) -> None:
+        time.sleep(draw.random() * 0.5)
+        process.send_signal(draw.choice(DEADLY))
+
+    def spawning(*args: object) -> subprocess.Popen:
+        process = spawn(*args)
+        threads.append(threading.Thread(target=kill_later, args=(process,)))
+        threads[-1].start()
+        return process
+
+    client._spawn = spawning
+    try:
+        yield
+    finally:
+        client._spawn = spawn
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def bad_start(kind: str, draw: random.Random) -> Iterator[None]:
+    """What an optimizer meets that is built meanwhile: no descriptors, no memory, or its worker's death."""
+    if kind == "kill at start":
+        with killing(draw):
+            yield
+        return
     if kind == "no memory":
         available, arena.available_memory = arena.available_memory, lambda: draw.randrange(4096)
         try:

@@ -15,8 +15,8 @@ from tests.engine.driving import DTYPES, make_gradients, make_parameters
 # Where a fault strikes: in the trainer's own process, by the name of a function in `faults.py`, or from the driver.
 LETHAL = ("kill", "kill in a step", "stop for good", "flip a bit", "foreign ready", "lost slot", "worker error")
 HARMLESS = ("stop worker", "slow worker")
-AT_START = ("no descriptors", "no memory")
-FROM_OUTSIDE = ("stop trainer", "kill trainer", "terminate trainer")
+AT_START = ("no descriptors", "no memory", "kill at start")
+FROM_OUTSIDE = ("stop trainer", "kill trainer", "terminate trainer", "interrupt trainer", "kill starting trainer")
 KINDS = (*LETHAL, *HARMLESS, *AT_START, *FROM_OUTSIDE)
 IN_STREAM = "non-finite gradient"
 

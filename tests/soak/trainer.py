@@ -1,8 +1,7 @@
 """A trainer under fault injection, in a process of its own: it is struck, notices, and goes on from its last state.
 
-It tells the driver what happens, one tuple a message: ("reference", digest), ("worker", pid), ("step", n), ("saved", n,
-bytes), ("struck", index), ("noticed", index, seconds or None), ("refused", index), ("wrong", text), ("end", digest,
-leaks).
+It tells the driver what happens, one tuple a message: ("reference", digest), ("step", n), ("saved", n, bytes),
+("struck", index), ("noticed", index, seconds or None), ("refused", index), ("wrong", text), ("end", digest, leaks).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.engine.driving import INTEGERS, backward
-from tests.soak.faults import Striker, can_strike, is_named, shortage
+from tests.soak.faults import Striker, bad_start, can_strike, is_named
 from tests.soak.scenario import AT_START, FROM_OUTSIDE, LETHAL, Fault, Scenario
 from zenflow import WorkerError, ZenFlow
 
@@ -132,7 +131,7 @@ class Trainer:
     # Building and ending
 
     def _start(self) -> None:
-        """An optimizer on the last state, after the shortages that come first."""
+        """An optimizer on the last state, after the bad starts that come first."""
         for fault in self.scenario.faults:
             if fault.kind in AT_START and fault.index not in self.struck:
                 self.struck.add(fault.index)
@@ -144,13 +143,17 @@ class Trainer:
         self.tell("struck", fault.index)
         refused = None
         try:
-            with shortage(fault.kind, random.Random(fault.draw)):
+            with bad_start(fault.kind, random.Random(fault.draw)):
                 self._build()
+            if fault.kind == "kill at start" and self.engine.stats().worker_pid is not None:
+                self.engine.flush()
         except (OSError, MemoryError, WorkerError) as error:
             refused = error.with_traceback(None)
         self._close()
         self.parameters = []
-        if refused is not None and is_named(fault.kind, refused):
+        if refused is None and fault.kind == "kill at start" and any(len(shape) > 1 for shape in self.scenario.shapes):
+            self.tell("wrong", f"{fault} was not noticed")
+        elif refused is not None and is_named(fault.kind, refused):
             self.tell("refused", fault.index)
         elif refused is not None:
             self.tell("wrong", f"{fault} was refused as {refused!r}")
@@ -162,9 +165,6 @@ class Trainer:
         step, state = self.saved
         self.parameters = self.scenario.parameters(fresh=not state)
         self.engine = ZenFlow(self.scenario.param_groups(self.parameters), **self.scenario.settings)
-        pid = self.engine.stats().worker_pid
-        if pid is not None:
-            self.tell("worker", pid)
         if state:
             self.engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
 
@@ -186,20 +186,22 @@ def jumping(draw: random.Random) -> Callable[[], float]:
     return lambda: now() + draw.uniform(-1e6, 1e6)
 
 
-def life(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes]) -> None:
-    """What the process does; ends with a message of its own unless it is killed."""
+def life(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes], first: bool) -> None:
+    """What the process does; ends with a message of its own unless it is killed. first: nobody knows the right end."""
     time.time = jumping(random.Random(scenario.seed))
 
     def tell(*message: object) -> None:
         connection.send(message)
 
     try:
-        if not saved[1] and not struck:
+        if first:
             tell("reference", Trainer(scenario, struck, lambda *message: None).undisturbed())
         before = held()
         result = Trainer(scenario, struck, tell).run(saved)
         after = held()
         tell("end", result, (max(0, after[0] - before[0]), max(0, after[1] - before[1])))
+    except KeyboardInterrupt:
+        pass  # the driver's; what it has to see is that the process ends
     except BaseException as error:
         tell("wrong", f"{type(error).__name__}: {error}")
         raise
