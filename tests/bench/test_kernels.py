@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 
 from zenflow.bench import kernels
 from zenflow.bench.command import main
-from zenflow.bench.kernel_clock import COPY_LIMIT, Clock
+from zenflow.bench.kernel_clock import COPY_LIMIT, Clock, Times
 from zenflow.bench.kernel_model import model_ops, parameter_problems, parameter_shapes
 from zenflow.bench.kernel_ops import OPS, step_moved
 from zenflow.bench.kernel_problem import SECTOR, Problem, make_problem
@@ -59,6 +61,63 @@ def test_every_op_is_measured_and_its_figures_agree(bench, tmp_path):
     assert (tmp_path / "out" / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_with_a_gpu_ours_and_the_compiled_reference_stand_beside(bench, monkeypatch):
+    """The path that a GPU takes, on the CPU, where ours is the reference and nothing is compiled."""
+    compiled = []
+    monkeypatch.setattr(kernels.Session, "on_gpu", True)
+    monkeypatch.setattr(torch, "compile", lambda run, **options: compiled.append(options) or run)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: compiled.append("reset"))
+    code, rows, printed = bench("--ops", "gather_channels", "fused_step_whole", "--sizes", "2K", "1K")
+    assert code == 0
+    beside = [row["contestant"] for row in rows if row["op"] == "fused_step_whole" and row["numel"] == "1024"]
+    assert beside == ["triton", "torch", "torch fused AdamW on fp32 masters", "torch.compile"]
+    assert [row["contestant"] for row in rows if row["numel"] == "2048"].count("torch.compile") == 0
+    assert compiled == [{"dynamic": False}, "reset"] * 3
+    assert {row["contestant"] for row in rows if row["table"] == "model"} == {"triton"}
+    assert {row["captured"] for row in rows} == {"False"} and "torch.index_select, its launches" in printed
+
+
+def test_a_call_is_timed_as_a_graph_where_it_can_be_one(monkeypatch):
+    """The clock's part on a GPU, with a stand-in for the graph and for Triton's timer."""
+    log = []
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    @contextmanager
+    def capture(graph: Graph) -> Iterator[None]:
+        log.append("capture")
+        yield
+
+    def do_bench(run, warmup, rep, quantiles):
+        run()
+        log.append((warmup, rep, tuple(quantiles)))
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    clock, timer = Clock(torch.device("cuda"), 5, 20), (5, 20, (0.2, 0.5, 0.8))
+    assert clock.time(lambda: log.append("run"), captured=True) == Times(1.0, 2.0, 3.0, captured=True)
+    assert log == ["run", "capture", "run", "replay", timer]
+    log.clear()
+    assert clock.time(lambda: log.append("run"), captured=False) == Times(1.0, 2.0, 3.0)
+    assert log == ["run", "run", timer]
+    log.clear()
+
+    def asks_the_device() -> None:
+        log.append("run")
+        if log.count("capture") and log.count("run") == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert not clock.time(asks_the_device, captured=True).captured
+    assert log == ["run", "capture", "run", "run", timer]
+    with pytest.raises(ZeroDivisionError):
+        clock.time(lambda: 1 // 0, captured=True)
+
+
 def test_red_tests_leave_no_share(bench, tmp_path):
     code, rows, printed = bench("--ops", "gather_channels", "--no-model", green=False)
     assert code == 1
@@ -81,6 +140,19 @@ def test_what_was_asked_for_is_measured(bench):
     ]
     assert {(row["dtype"], row["ratio"]) for row in rows} == {("fp32", "0.25")}
     assert int(rows[0]["bytes"]) == 2 * 4 * 1024 // 4
+
+
+def test_constants_are_tried_on_the_smallest_size(bench):
+    code, rows, printed = bench(
+        "--ops", "select_channels", "gather_channels", "--sizes", "4K", "1K", "--no-model", "--tune", "select_channels"
+    )  # fmt: skip
+    assert code == 0
+    tried = [row for row in rows if row["table"] == "tune"]
+    assert {(row["op"], row["numel"], row["same_bits"]) for row in tried} == {("select_channels", "1024", "True")}
+    assert [row["today"] for row in tried] == ["True"] + ["False"] * 3
+    assert sum(row["best"] == "True" for row in tried) == 1
+    assert {row["constants"].split()[0] for row in tried} == {"topk.BLOCK=2048", "topk.BLOCK=4096"}
+    assert "## Constants" in printed
 
 
 def test_a_broken_op_costs_its_own_rows_alone(bench, monkeypatch):

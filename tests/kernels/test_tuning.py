@@ -74,8 +74,8 @@ SETTINGS = [
 @pytest.mark.parametrize(("name", "layout", "knob", "value"), SETTINGS)
 def test_every_launch_constant_alone(name, layout, knob, value, device, poisoned):
     """D2: outputs in memory that held NaN are today's, bit for bit where nothing is added."""
-    if device == "cuda" and value not in (knob.values[0], knob.values[-1]):
-        pytest.skip("on a GPU every setting is compiled: the two ends are enough")
+    if device == "cuda" and value != knob.values[-1]:
+        pytest.skip("on a GPU every setting is compiled: one of each constant, the search itself compares the others")
     problem = problem_of(layout, device)
     expected = outputs_of(OPS[name].build(problem))
     with launch_constants({knob: value}):

@@ -20,11 +20,12 @@ COPY_LIMIT = 4 << 30  # bytes read and written by the longest copy; a longer one
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a call."""
+    """Milliseconds of a call; `captured` if it was timed as a graph, so that the host's launches are not in them."""
 
     p20: float
     p50: float
     p80: float
+    captured: bool = False
 
 
 class Clock:
@@ -35,19 +36,16 @@ class Clock:
         self._copies: dict[int, float] = {}
 
     def time(self, run: Callable[[], Any], captured: bool) -> Times:
-        """Of `run()`; whatever it raises comes from its first call."""
+        """Of `run()`, if `captured` as a graph where it can be one; whatever it raises comes from its first call."""
         run()
         if self.device.type != "cuda":
             return self._wall(run)
         import triton.testing
 
-        torch.cuda.synchronize()
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            run = graph.replay
-        return Times(*triton.testing.do_bench(run, self.warm_up_ms, self.measure_ms, quantiles=list(QUANTILES)))
+        graph = _graph_of(run) if captured else None
+        timed = run if graph is None else graph.replay
+        times = triton.testing.do_bench(timed, self.warm_up_ms, self.measure_ms, quantiles=list(QUANTILES))
+        return Times(*times, captured=graph is not None)
 
     def copy_ms(self, n_bytes: int) -> float:
         """Median ms of a copy that reads and writes `n_bytes` in all, measured once a number."""
@@ -71,3 +69,16 @@ class Clock:
             times.append(1e3 * (time.perf_counter() - started))
         times.sort()
         return Times(*(times[math.ceil(share * len(times)) - 1] for share in QUANTILES))
+
+
+def _graph_of(run: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:
+    """None if something in `run()` cannot be captured, a question to the device for example."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph

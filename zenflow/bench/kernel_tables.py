@@ -16,7 +16,7 @@ LEGEND = """\
 p20, p50, p80: of the calls, second-level cache flushed before each. GB/s: the bytes that the job must move, by p50.
 Of copy: time of a device copy that reads and writes as many bytes, measured in this run, over p50. With sectors: the
 same for what the bus carries at best, where single elements of 32-byte sectors are read or written. x copy: p50 over
-the copy's time. Triton and the model's table: launches captured in a graph, unless a remark says otherwise."""
+the copy's time. On a GPU launches are captured in a graph, unless the remark says that they are in the time."""
 
 
 def _flag(value: bool) -> str:

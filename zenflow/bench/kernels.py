@@ -1,8 +1,8 @@
 """`zenflow-bench kernels`: every op of the kernels beside torch, a copy of as many bytes, and the well-known kernel.
 
-What matters most comes first: all ops, then the whole model, then the search for constants, then torch.compile, whose
-compilations take longest. The files are written anew after each op, so that a run that is cut short leaves
-what it had.
+What matters most comes first: all ops, then the whole model, then the search for constants and torch.compile, both on
+the smallest size alone, as their compilations take longest. The files are written anew after each op, so that a run
+that is cut short leaves what it had.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def run(args: Namespace) -> int:
         for layout in args.layouts:
             measure_model(session, dtype, layout)
             _settle(session)
-    for op, problem in problems:
+    smallest = [(op, problem) for op, problem in problems if problem.numel <= min(session.sizes)]
+    for op, problem in smallest:
         if op in args.tune:
             measure_constants(session, op, problem)
-    if session.device.type == "cuda" and not args.no_compile:
-        for op, problem in problems:
-            if problem.numel <= min(session.sizes):
-                measure_compiled(session, op, problem)
+    if session.on_gpu and not args.no_compile:
+        for op, problem in smallest:
+            measure_compiled(session, op, problem)
     print(session.save(final=True))
     print(f"written to {session.folder}")
     failed = any("error" in row for row in session.rows)
@@ -86,6 +86,10 @@ class Session:
         self.proof = Proof(False, False, "the tests have not run yet")
         self.rows: list[Row] = []
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def say(self, line: str) -> None:
         """A line of progress, beside the tables."""
         print(line, file=sys.stderr, flush=True)
@@ -100,7 +104,10 @@ class Session:
         """A row with its times and what they mean, or with the error that came instead."""
         row = row | {"bytes": moved.must, "bus_bytes": moved.bus}
         try:
-            row |= self.figures(measure(), moved)
+            times = measure()
+            row |= self.figures(times, moved) | {"captured": times.captured}
+            if self.on_gpu and not times.captured:
+                row["note"] = ", ".join(filter(None, [row.get("note"), "its launches are in the time"]))
         except Exception as error:  # one op's fault costs its own row alone
             row["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self.rows.append(row)
@@ -180,7 +187,7 @@ def measure_op(session: Session, op: str, problem: Problem) -> None:
         return measure
 
     contestants = [(REFERENCE, REFERENCE_NAMES.get(op, ""), lambda work: work.reference)]
-    if session.device.type == "cuda":
+    if session.on_gpu:
         contestants.insert(0, (OURS, "", lambda work: work.ours))
     if OPS[op].known:
         contestants.append((OPS[op].known, "", lambda work: work.known))
@@ -191,7 +198,7 @@ def measure_op(session: Session, op: str, problem: Problem) -> None:
 
 
 def measure_compiled(session: Session, op: str, problem: Problem) -> None:
-    """torch.compile of the reference, on the smallest size alone: a compilation takes longer than all else."""
+    """torch.compile of the reference."""
 
     def measure() -> Times:
         call = OPS[op].build(problem).reference
@@ -206,11 +213,10 @@ def measure_model(session: Session, dtype: str, layout: str) -> None:
     """All parameters of a model together, against one copy of the sum of their bytes."""
     problems = parameter_problems(session.shape, DTYPES[dtype], layout, session.args.ratio, session.device)
     described = {"table": "model", "layout": layout, "dtype": dtype, "shape": session.shape}
-    described["contestant"] = OURS if session.device.type == "cuda" else REFERENCE
+    described["contestant"] = OURS if session.on_gpu else REFERENCE
     described |= {"parameters": len(problems), "numel": sum(problem.numel for problem in problems)}
     for op in model_ops(problems):
-        remark = "" if op.call.captured else "its launches are in the time"
-        session.add(described | {"op": op.name, "note": remark}, op.moved, lambda op=op: session.time(op.call))
+        session.add(described | {"op": op.name}, op.moved, lambda op=op: session.time(op.call))
 
 
 def measure_constants(session: Session, op: str, problem: Problem) -> None:
@@ -232,6 +238,6 @@ def _times(result: Any) -> Times:
 def _settle(session: Session) -> None:
     """After a group of measurements: what there is goes to the files, and the device's memory is free again."""
     session.save()
-    if session.device.type == "cuda":
+    if session.on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
