@@ -20,14 +20,18 @@ WARPS = 4
 @triton.jit
 def compact_tile(
     index_ptr, rows, cols, n, n_col_tiles,
-    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    ROW: tl.constexpr, MULTIPLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Offsets in the matrix and in the compact one, and the mask, of this program's tile; [TILE_R, TILE_C] int64."""
+    """Offsets in the matrix and in the compact one, and the mask, of this program's tile; [TILE_R, TILE_C] int64.
+
+    Every row is made of vectors of MULTIPLE elements; 1 promises nothing.
+    """
     program = tl.program_id(0)
     row_tile = program // n_col_tiles
     r = row_tile.to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     c = (program - row_tile * n_col_tiles).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
     if ROW:
+        cols = tl.multiple_of(cols.to(tl.int64), MULTIPLE)  # an argument itself takes no promise
         mask = (r < n)[:, None] & (c < cols)[None, :]
         channel = tl.load(index_ptr + r, mask=r < n, other=0)  # [TILE_R]
         return channel[:, None] * cols + c[None, :], r[:, None] * cols + c[None, :], mask
@@ -46,9 +50,17 @@ def launch_compact(kernel: triton.JITFunction, x: Tensor, index: Tensor, compact
             x, index,
             compact,
             x.shape[0], x.shape[1], index.numel(), col_tiles,
-            ROW=channel_dim == "row", TILE_R=TILE_ROWS, TILE_C=TILE_COLS,
+            ROW=channel_dim == "row", MULTIPLE=row_multiple(x, compact) if channel_dim == "row" else 1,
+            TILE_R=TILE_ROWS, TILE_C=TILE_COLS,
             num_warps=WARPS,
         )  # fmt: skip
+
+
+def row_multiple(*matrices: Tensor) -> int:
+    """Elements in a vector of 16 bytes if every row of these matrices, equally long, is made of them, else 1."""
+    vector = 16 // matrices[0].element_size()
+    even = all(x.data_ptr() % 16 == 0 and x.shape[1] % vector == 0 for x in matrices)
+    return vector if even else 1
 
 
 def integers_on(device: torch.device, values: list[int]) -> Tensor:

@@ -26,9 +26,9 @@ def _gather_kernel(
     x_ptr, index_ptr,
     out_ptr,
     rows, cols, n, n_col_tiles,
-    ROW: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    ROW: tl.constexpr, MULTIPLE: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    offs_x, offs_out, mask = compact_tile(index_ptr, rows, cols, n, n_col_tiles, ROW, TILE_R, TILE_C)
+    offs_x, offs_out, mask = compact_tile(index_ptr, rows, cols, n, n_col_tiles, ROW, MULTIPLE, TILE_R, TILE_C)
     tl.store(out_ptr + offs_out, tl.load(x_ptr + offs_x, mask=mask, other=0.0), mask=mask)
 
 

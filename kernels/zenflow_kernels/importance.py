@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zenflow_kernels.channels import channel_axis, check_matrix, integers_on
+from zenflow_kernels.channels import channel_axis, check_matrix, integers_on, row_multiple
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 
 IMPORTANCES = ("square", "magnitude")
@@ -112,7 +112,7 @@ def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> l
         if not x.numel():
             found[number] = x.new_zeros(x.shape[channel_axis(channel_dim)], dtype=torch.float32)
         elif uses_triton(x):
-            groups.setdefault((x.dtype, _multiple(x)), []).append(number)
+            groups.setdefault((x.dtype, row_multiple(x)), []).append(number)
         else:
             found[number] = channel_scores_reference(x, channel_dim, importance)
     for (_, multiple), numbers in groups.items():
@@ -121,12 +121,6 @@ def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> l
             scores = _launch_scores(together, channel_dim, importance, multiple)
         found.update(zip(numbers, scores, strict=True))
     return [found[number] for number in range(len(xs))]
-
-
-def _multiple(x: Tensor) -> int:
-    """Elements in a vector of 16 bytes if every row of `x` is made of them, else 1."""
-    vector = 16 // x.element_size()
-    return vector if x.data_ptr() % 16 == 0 and x.shape[1] % vector == 0 else 1
 
 
 def _launch_scores(xs: Sequence[Tensor], channel_dim: str, importance: str, multiple: int) -> list[Tensor]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from zenflow_kernels import gather, scatter
+from zenflow_kernels.channels import row_multiple
 from zenflow_kernels.gather import gather_channels, gather_channels_reference
 from zenflow_kernels.scatter import scatter_channels_, scatter_channels_reference_
 
@@ -52,6 +53,21 @@ def test_scatter_copies_bits_and_touches_nothing_else(shape, channel_dim, share,
     held = pad.hold(x)
     assert scatter_channels_(held, pad.hold(index), pad.hold(new, shift=1), channel_dim) is held
     assert torch.equal(bits(held), bits(scatter_channels_reference_(x.clone(), index, new, channel_dim)))
+    pad.check()
+
+
+@pytest.mark.parametrize("shape", [(9, 520), (12, 8)], ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_of_whole_vectors(shape, shift, device, dtype, poisoned):
+    """Rows that begin with a vector, and the same ones where the matrix does not."""
+    pad, x, index = Padded(device), matrix(shape, dtype), picks(shape, "row", 0.5)
+    held, held_index = pad.hold(x, shift), pad.hold(index)
+    part = gather_channels(held, held_index, "row")
+    assert row_multiple(held, part) == (1 if shift else 16 // dtype.itemsize)
+    assert torch.equal(bits(part), bits(gather_channels_reference(x, index, "row")))
+    new = matrix((index.numel(), shape[1]), dtype, seed=2)
+    scatter_channels_(held, held_index, pad.hold(new), "row")
+    assert torch.equal(bits(held), bits(scatter_channels_reference_(x.clone(), index, new, "row")))
     pad.check()
 
 
