@@ -280,6 +280,9 @@ def count_orphans(trainers: set[int]) -> int:
 
 def _child(connection: Connection, scenario: Scenario, struck: set[int], saved: tuple[int, bytes], first: bool) -> None:
     code = 1
+    # A shell that starts the driver in the background has it ignore interrupts, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         life(connection, scenario, struck, saved, first)
         code = 0
