@@ -32,18 +32,26 @@ SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel")  # of which channe
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
 
 
-def check_form(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """ValueError unless this has the parts of an optimizer's state, with settings that can be used for `groups`."""
+def check_form(state_dict: dict[str, Any], numbers: Sequence[Sequence[int]]) -> None:
+    """ValueError unless this has the parts of an optimizer's state, with settings that can be used.
+
+    numbers: of the parameters of each group, as torch counts them.
+    """
     for name, kind in {"state": dict, "param_groups": list}.items():
         if not isinstance(state_dict.get(name), kind):
             raise ValueError(f"{name} is {state_dict.get(name)!r} in the state; allowed is a {kind.__name__}")
     if not isinstance(state_dict.get("zenflow", {}), dict):
         raise ValueError(f"zenflow is {state_dict['zenflow']!r} in the state; allowed is a dict")
     for group in state_dict["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise ValueError(f"a param group is {group!r} in the state; allowed is a dict with a list of params")
         group_hyper(group)
-    sizes, mine = ([len(group.get("params", ())) for group in there] for there in (state_dict["param_groups"], groups))
+    sizes, mine = [len(group["params"]) for group in state_dict["param_groups"]], list(map(len, numbers))
     if sizes != mine:
         raise ValueError(f"the state has param groups of {sizes} parameters, this optimizer of {mine}")
+    for group, expected in zip(state_dict["param_groups"], numbers, strict=True):
+        if not all(_equal(number, other) for number, other in zip(group["params"], expected, strict=True)):
+            raise ValueError(f"a param group has params {group['params']} in the state; allowed is {list(expected)}")
 
 
 def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> None:
@@ -52,7 +60,7 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
     `everyone` are all parameters in torch's order, laid out or not.
     """
     state, engine = state_dict["state"], state_dict["zenflow"]
-    if engine.get("format") != FORMAT:
+    if not _equal(engine.get("format"), FORMAT):
         raise ValueError(f"the state has ZenFlow format {engine.get('format')!r}; allowed is {FORMAT}")
     for name, kind in ENGINE_KEYS.items():
         if not isinstance(engine.get(name), kind):
@@ -85,13 +93,13 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
 def _check_config(mine: dict[str, Any], engine: dict[str, Any]) -> None:
     saved = engine["config"]
     for name in SHAPING:
-        if saved.get(name) != mine[name]:
+        if not _equal(saved.get(name), mine[name]):
             raise ValueError(f"the state was saved with {name}={saved.get(name)!r}, this optimizer has {mine[name]!r}")
     if not engine["hyper_log"]:
         return
-    sums_here = saved.get("accumulate_on") == "host" and mine["accumulate_on"] == "gpu"
+    sums_here = _equal(saved.get("accumulate_on"), "host") and mine["accumulate_on"] == "gpu"
     for name in WINDOW[:1] if sums_here else WINDOW:
-        if saved.get(name) != mine[name]:
+        if not _equal(saved.get(name), mine[name]):
             raise ValueError(
                 f"the state was saved in the middle of a window with {name}={saved.get(name)!r}, this optimizer has "
                 f"{mine[name]!r}; load it with the same {name}, flush(), and save what that gives"
@@ -180,7 +188,7 @@ def _check_window(engine: dict[str, Any], newcomer: Newcomer, entry: dict[str, A
         raise ValueError(f"count of {newcomer.name} is {entry['count']!r}; its steps that were counted are {counted}")
     if ("weight" in entry) != ("pending_hyper" in entry):
         raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
-    if engine["config"].get("accumulate_on") == "host":
+    if _equal(engine["config"].get("accumulate_on"), "host"):
         _check_gradients(newcomer, entry.get("gradients"), present)
     elif entry["count"] and "accumulator" not in entry:
         raise ValueError(f"the state of {newcomer.name} counts {entry['count']} steps and lacks their accumulator")
@@ -197,7 +205,14 @@ def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]
 
 
 def _is_scalars(row: Any) -> bool:
-    return isinstance(row, list | tuple) and len(row) == 5 and all(isinstance(value, int | float) for value in row)
+    """Whether these are a group's lr, betas, eps and weight decay at some step."""
+    numbers = isinstance(row, list | tuple) and len(row) == 5 and all(type(value) in (int, float) for value in row)
+    return numbers and all(0 <= value < float("inf") for value in row)
+
+
+def _equal(found: Any, expected: Any) -> bool:
+    """Also where what was found is of a kind that cannot be compared."""
+    return type(found) is type(expected) and found == expected
 
 
 def _is_choice(selected: Tensor, channels: int) -> bool:

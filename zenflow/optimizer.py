@@ -227,7 +227,7 @@ class ZenFlow(torch.optim.Optimizer):
         That of a `torch.optim.AdamW` too, see `load_adamw_state_dict`. ValueError names what does not fit, before
         anything is changed.
         """
-        checkpoint_checks.check_form(state_dict, self.param_groups)
+        checkpoint_checks.check_form(state_dict, self._numbers())
         if is_adamw_state(state_dict):
             self.load_adamw_state_dict(state_dict)
         else:
@@ -241,7 +241,7 @@ class ZenFlow(torch.optim.Optimizer):
         copies of them; None: the weights are the masters. Warm-up steps count as made if AdamW made them. ValueError
         names what does not fit (amsgrad, maximize, other shapes), before anything is changed.
         """
-        checkpoint_checks.check_form(state_dict, self.param_groups)
+        checkpoint_checks.check_form(state_dict, self._numbers())
         if not is_adamw_state(state_dict):
             raise ValueError("this is not the state of a torch.optim.AdamW that has made a step")
         self._load(from_adamw(self._running(), self._newcomers(lambda param: True), state_dict, masters))
@@ -312,6 +312,10 @@ class ZenFlow(torch.optim.Optimizer):
 
     def _indices(self) -> dict[int, int]:
         return {id(param): index for index, param in enumerate(self._params())}
+
+    def _numbers(self) -> list[list[int]]:
+        indices = self._indices()
+        return [[indices[id(param)] for param in group["params"]] for group in self.param_groups]
 
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self.param_groups for param in group["params"])
