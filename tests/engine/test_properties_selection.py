@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,7 +40,7 @@ def importance(channel: list[float], kind: str) -> float:
     return math.fsum(x * x if kind == "square" else abs(x) for x in channel)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=st.integers(1, 9), cols=st.integers(1, 9), data=st.data(), by=st.sampled_from(["column", "row"]),
     kind=st.sampled_from(["square", "magnitude"]), dtype=st.sampled_from(sorted(DTYPES)),
@@ -86,7 +86,7 @@ def states(engine: ZenFlow, parameters: list[torch.nn.Parameter]) -> list[tuple[
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), steps=st.integers(0, 3))
 def test_a_selection_moves_owners_and_no_bit_of_any_state(
     engine: tuple[ZenFlow, list[torch.nn.Parameter]], data: st.DataObject, steps: int

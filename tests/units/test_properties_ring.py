@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -34,7 +34,7 @@ def segments(draw: st.DrawFn, most: int = 40, buckets: int = 200) -> Segment:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(segment=segments())
 def test_every_row_lies_in_one_piece_of_one_bucket(segment: Segment) -> None:
     owner = np.zeros(segment.numel, dtype=int)
@@ -57,7 +57,7 @@ def test_every_row_lies_in_one_piece_of_one_bucket(segment: Segment) -> None:
     assert all(matrix.offset * item % ALIGN_BYTES == 0 for matrix in segment.matrices)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(segment=segments())
 def test_channels_and_lanes_have_places_of_their_own(segment: Segment) -> None:
     steps = [range(matrix.step_offset, matrix.step_offset + matrix.channels) for matrix in segment.matrices]
@@ -67,7 +67,7 @@ def test_channels_and_lanes_have_places_of_their_own(segment: Segment) -> None:
     assert len(set(lanes)) == (len(lanes) if segment.keeps_steps else 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(segment=segments())
 def test_fields_of_a_record_do_not_overlap(segment: Segment) -> None:
     layout = Layout.of(segment)
@@ -185,4 +185,6 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
-TestTurns.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTurns.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zenflow.window import StepPlan, WindowClock
@@ -47,7 +47,7 @@ lengths = st.integers(1, 7)
 events = st.lists(st.sampled_from(["step", "step", "step", "skipped step", "flush", "resume"]), max_size=60)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(interval=lengths, select=st.integers(1, 20), warm_up=st.integers(0, 9), overlap=st.booleans(), events=events)
 def test_every_step_is_what_the_whole_history_says(
     interval: int, select: int, warm_up: int, overlap: bool, events: list[str]
@@ -83,7 +83,7 @@ def test_every_step_is_what_the_whole_history_says(
         assert clock.state.position == oracle.steps - oracle.last_end < interval
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(interval=lengths, select=st.integers(1, 20), warm_up=st.integers(0, 9), steps=st.integers(0, 80))
 def test_no_window_is_too_long_and_no_selection_comes_late(
     interval: int, select: int, warm_up: int, steps: int
