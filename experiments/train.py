@@ -1,11 +1,12 @@
 """`zenflow-train`: compose a run's configuration with Hydra, and train."""
 
+from functools import partial
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from zenflow.training.schema import run_command, run_job
+from zenflow.training.schema import given_settings, run_command, run_job
 
 HERE = Path(__file__).resolve().parent
 CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folder / "train.yaml").is_file())
@@ -15,7 +16,7 @@ CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folde
 def job(cfg: DictConfig) -> float:
     from zenflow.training.run import train
 
-    return run_job(train, cfg)
+    return run_job(partial(train, given=given_settings()), cfg)
 
 
 def table_of_jobs(sweep: Path) -> None:

@@ -17,7 +17,7 @@ from zenflow.telemetry import StepRecord
 from zenflow.training.data import Dataset, Order, Stream
 from zenflow.training.engines import AdamW, Report, ZenFlowRun
 from zenflow.training.loop import Loop, learning_rate
-from zenflow.training.metrics import Evaluation, History, Recorder, StepTimer, Subject, engine_part, summarise, table
+from zenflow.training.metrics import Evaluation, History, Recorder, StepTimer, engine_part
 from zenflow.training.models import Classifier, PretrainedTokenizer, TinyModel, locate_model
 from zenflow.training.schema import (
     ModelConfig,
@@ -25,6 +25,7 @@ from zenflow.training.schema import (
     Schedule,
     TrainConfig,
 )
+from zenflow.training.summary import Subject, summarise, table
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from zenflow.training.checkpoints import FOLDER, all_of, command_for
 from zenflow.training.engines import zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.models import check_model
 from zenflow.training.schema import AdamWEngine, DataKind, Device, ModelKind, TrainConfig, ZenFlowEngine
 from zenflow.training.sources import is_classification, locate
 
-OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log", "model")
+OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log", "model", FOLDER)
 
 Rule = tuple[str, Callable[[Any], bool]]
 POSITIVE: Rule = ("an integer >= 1", lambda value: value >= 1)
@@ -32,6 +33,8 @@ RULES: dict[str, Rule] = {
     "accumulate": POSITIVE,
     "evaluate_every": POSITIVE_OR_NULL,
     "log_every": POSITIVE_OR_NULL,
+    "checkpoint_every": POSITIVE_OR_NULL,
+    "keep_checkpoints": POSITIVE,
     "data.max_length": ("an integer >= 4", lambda value: value >= 4),
     "data.max_characters": POSITIVE_OR_NULL,
     "data.max_bytes": POSITIVE_OR_NULL,
@@ -48,12 +51,16 @@ RULES: dict[str, Rule] = {
 }
 
 
-def check(config: TrainConfig, folder: Path) -> None:
-    """Errors: InputError, one sentence naming what is wrong and what is allowed."""
+def check(config: TrainConfig, folder: Path, *, goes_on: bool = False) -> None:
+    """Errors: InputError, one sentence naming what is wrong and what is allowed.
+
+    goes_on: the run in `folder` is continued; else there must be none.
+    """
     _check_values(config)
     _check_writable(folder)
-    if present := [name for name in OUTPUTS if (folder / name).exists()]:
-        raise InputError(f"{folder} already holds a run ({present[0]}); give another folder as hydra.run.dir.")
+    if not goes_on and (present := [name for name in OUTPUTS if (folder / name).exists()]):
+        goes = f"; `{command_for(folder)}` goes on with it" if all_of(folder) else ""
+        raise InputError(f"{folder} already holds a run ({present[0]}){goes}; give another folder as hydra.run.dir.")
     if config.device is Device.cuda and not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no GPU here; use device=cpu or device=auto.")
     if isinstance(config.engine, ZenFlowEngine):
@@ -80,6 +87,8 @@ def check(config: TrainConfig, folder: Path) -> None:
 def _check_values(config: TrainConfig) -> None:
     if config.variant is not None:
         raise InputError(f"variant is {config.variant!r}; only a command applies it. Allowed here: null.")
+    if config.resume is not None:
+        raise InputError(f"resume is {config.resume!r}; only zenflow-train goes on with a run. Allowed here: null.")
     for name, (allowed, within) in RULES.items():
         value: Any = config
         for part in name.split("."):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow.background_save import copy_to_host
 from zenflow.config import ZenFlowConfig
 from zenflow.telemetry import StepRecord
 from zenflow.training.errors import InputError
@@ -34,20 +35,27 @@ class Report:
     worker_busy_seconds: float = 0.0
 
 
+# Those that an optimizer counts from its own construction, not from the state that it has loaded.
+TOTALS = ("stall_seconds", "host_wait_seconds", "bytes_to_host", "bytes_to_device", "worker_busy_seconds")
+
+
 class Engine(Protocol):
     """The part of `torch.optim.Optimizer` that a loop needs, what it did, and an end.
 
     `records` gives each step's record once, as soon as the device has passed the step (`wait` waits for that), and None
     where the engine keeps none. `trace` records the steps inside its block. `master` gives, after `flush`, the value in
-    fp32 of which a weight is the rounded copy.
+    fp32 of which a weight is the rounded copy. `state_dict` is a copy on the CPU of all that the next step depends on
+    beside the weights, with the totals so far; `load_state_dict` raises ValueError before it changes anything.
     """
 
-    param_groups: list[dict[str, Any]]
-
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
     def flush(self) -> None: ...
     def master(self, weight: Parameter) -> Tensor: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def report(self) -> Report: ...
     def records(self, wait: bool = False) -> list[StepRecord] | None: ...
     def trace(self, path: Path) -> AbstractContextManager[object]: ...
@@ -73,11 +81,14 @@ class AdamW:
         self.optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
         self._max_grad_norm = float("inf") if max_grad_norm is None else max_grad_norm
         self._norm = torch.zeros(())
-        self.param_groups = self.optimizer.param_groups
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """torch's; a load makes new ones."""
+        return self.optimizer.param_groups
 
     def step(self) -> None:
-        copies = [(weight, master) for weight, master in zip(self._weights, self._masters, strict=True)]
-        copies = [(weight, master) for weight, master in copies if weight is not master]
+        copies = [(weight, master) for _, weight, master in self._apart()]
         for weight, master in copies:
             master.grad = None if weight.grad is None else weight.grad.float()
         self._norm = torch.nn.utils.clip_grad_norm_(self._masters, self._max_grad_norm)
@@ -97,6 +108,26 @@ class AdamW:
         """fp32 on the CPU, in the weight's shape."""
         masters = (master for known, master in zip(self._weights, self._masters, strict=True) if known is weight)
         return next(masters, weight).detach().to("cpu", torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and the masters of the weights that have some, by their place."""
+        masters = {place: master for place, weight, master in self._apart()}
+        return copy_to_host({"optimizer": self.optimizer.state_dict(), "masters": masters})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        masters = {place: master for place, _, master in self._apart()}
+        shapes, here = ({place: tuple(m.shape) for place, m in part.items()} for part in (state["masters"], masters))
+        if shapes != here:
+            raise ValueError(f"the state has masters of {shapes}; allowed here is {here}")
+        self.optimizer.load_state_dict(copy_to_host(state["optimizer"]))  # torch takes what fits without a copy
+        with torch.no_grad():
+            for place, master in masters.items():
+                master.copy_(state["masters"][place])
+
+    def _apart(self) -> list[tuple[int, Parameter, Parameter]]:
+        """Place, weight and master where these are two."""
+        pairs = enumerate(zip(self._weights, self._masters, strict=True))
+        return [(place, weight, master) for place, (weight, master) in pairs if weight is not master]
 
     def report(self) -> Report:
         return Report(grad_norm=float(self._norm))
@@ -121,8 +152,13 @@ class ZenFlowRun:
         from zenflow import ZenFlow
 
         self.optimizer = ZenFlow(params, config=config, **settings)
-        self.param_groups = self.optimizer.param_groups
         self._last_record = 0  # the step whose record was given out last
+        self._before = Report(grad_norm=0.0)  # the totals of the processes before this one
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """torch's; a load makes new ones."""
+        return self.optimizer.param_groups
 
     def step(self) -> None:
         self.optimizer.step()
@@ -140,9 +176,20 @@ class ZenFlowRun:
         except KeyError:  # frozen, or without a gradient so far
             return weight.detach().to("cpu", torch.float32)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and the totals that it begins anew after a load."""
+        report = self.report()
+        return {"optimizer": self.optimizer.state_dict(), "totals": {name: getattr(report, name) for name in TOTALS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before = Report(grad_norm=0.0, **state["totals"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._before = before
+
     def report(self) -> Report:
         stats = self.optimizer.stats()
-        return Report(**{item.name: getattr(stats, item.name) for item in fields(Report)})
+        found = {item.name: getattr(stats, item.name) for item in fields(Report)}
+        return Report(**found | {name: found[name] + getattr(self._before, name) for name in TOTALS})
 
     def records(self, wait: bool = False) -> list[StepRecord]:
         """The records that have become known since the last call, oldest first."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from zenflow.training.checkpoints import Keeper
 from zenflow.training.data import Batch, Dataset, Order, evaluation_batches
 from zenflow.training.engines import Engine
 from zenflow.training.metrics import Evaluation, Recorder, StepTimer
@@ -39,7 +40,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 class Loop:
     """One run's steps. `model` and `engine` are on one device; the order of the samples follows from the seed.
 
-    The steps from `trace_steps[0]` to `trace_steps[1]` are recorded in the file `trace`, if there is one.
+    The steps from `trace_steps[0]` to `trace_steps[1]` are recorded in the file `trace`, if there is one. `start` steps
+    have been made before. A `keeper` hears of every step's end, and may end the run there by raising Stopped.
     """
 
     def __init__(
@@ -51,30 +53,48 @@ class Loop:
         recorder: Recorder,
         timer: StepTimer,
         trace: Path | None = None,
+        keeper: Keeper | None = None,
+        start: int = 0,
     ) -> None:
         self._config, self._model, self._data, self._trace = config, model, data, trace
         self._engine, self._recorder, self._timer = engine, recorder, timer
+        self._keeper, self._start = keeper, start
         self._device = next(model.parameters()).device
         self._order = Order(len(data.train), config.seed)
-        self._next_line = 1  # the step from which the next log line is due
+        self._next_line = start + 1  # the step from which the next log line is due
 
     def run(self) -> None:
         """All steps, with an evaluation before the first, after the last, and every `evaluate_every`."""
-        steps, every = self._config.steps, self._config.evaluate_every
-        self._evaluate(0)
+        steps, start = self._config.steps, self._start
+        if self._evaluates_after(start) and not self._is_evaluated(start):
+            self._evaluate(start)
+        self._step_ended(start)
         first, last = self._config.trace_steps if self._trace is not None else (0, 0)
-        with _progress(steps) as bar, ExitStack() as tracing:
-            for number in range(1, steps + 1):
+        with _progress(steps, start) as bar, ExitStack() as tracing:
+            for number in range(start + 1, steps + 1):
                 if number == first:
                     tracing.enter_context(self._engine.trace(self._trace))
                 self._step(number)
                 if number == last:
                     tracing.close()
                 self._report_progress(bar, number)
-                if every and number % every == 0 and number < steps:
+                if self._evaluates_after(number):
                     self._evaluate(number)
+                self._step_ended(number)
         self._engine.flush()
-        self._evaluate(steps)
+        if not self._evaluate(steps):
+            self._step_ended(steps)
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self._config.evaluate_every
+        return step < self._config.steps and (step == 0 or (every is not None and step % every == 0))
+
+    def _is_evaluated(self, step: int) -> bool:
+        return step > 0 and any(point.step == step for point in self._recorder.history.evaluations)
+
+    def _step_ended(self, step: int) -> None:
+        if self._keeper is not None:
+            self._keeper.step_ended(step)
 
     def _step(self, number: int) -> None:
         """`accumulate` backward passes, for example ids [32, 64] -> logits [32, 2] -> loss [], and one update.
@@ -114,13 +134,19 @@ class Loop:
         return functional.cross_entropy(logits.flatten(0, -2).float(), batch.labels.flatten(), reduction=reduction)
 
     @torch.no_grad()
-    def _evaluate(self, step: int) -> None:
-        """Held-out loss and scores of the weights as they are; nothing about the training changes by it."""
+    def _evaluate(self, step: int) -> bool:
+        """Held-out loss and scores of the weights as they are; nothing about the training changes by it.
+
+        False if it was given up because the run is to end.
+        """
         config, data = self._config, self._data
         loss, count = torch.zeros((), dtype=torch.float64, device=self._device), 0
         answers: list[tuple[Tensor, Tensor]] = []  # a batch's predictions and labels
         self._model.eval()
         for batch in evaluation_batches(data.held_out, config.data.evaluate_samples, config.batch_size):
+            if self._keeper is not None and self._keeper.stopping:
+                self._model.train()
+                return False
             batch = batch.to(self._device)
             logits = self._forward(batch)
             loss += self._loss(logits, batch, reduction="sum")
@@ -133,6 +159,7 @@ class Loop:
             predicted, true = (torch.cat(part).cpu() for part in zip(*answers, strict=True))
             scores = {name: SCORES[name](predicted, true) for name in data.scores}
         self._recorder.evaluation(Evaluation(step, loss.item() / count, scores.pop("accuracy", None), scores))
+        return True
 
     def _report_progress(self, bar: tqdm, number: int) -> None:
         steps, history = self._config.steps, self._recorder.history
@@ -145,6 +172,7 @@ class Loop:
 
 
 @contextmanager
-def _progress(steps: int) -> Iterator[tqdm]:
-    with logging_redirect_tqdm(), tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as bar:
+def _progress(steps: int, start: int) -> Iterator[tqdm]:
+    shown = sys.stderr.isatty()
+    with logging_redirect_tqdm(), tqdm(total=steps, initial=start, unit="step", disable=not shown) as bar:
         yield bar

@@ -1,11 +1,9 @@
-"""What a run records: metrics.jsonl line by line, and at the end one table."""
+"""What a run records: metrics.jsonl line by line, and the same for whoever draws and sums up."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field, fields
@@ -19,10 +17,11 @@ from torch import Tensor
 
 from zenflow.telemetry import StepRecord
 from zenflow.training.engines import Engine, Report
+from zenflow.training.metrics_file import MetricsFile, is_evaluation
 from zenflow.training.rates import DeferredRates
-from zenflow.training.scores import SCORES
 
 log = logging.getLogger(__name__)
+HELD_OUT = "validation_"  # before the names of what an evaluation gives
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,21 @@ class Recorder:
         log_every: int,
         tracker: Any | None,
         rates: DeferredRates | None = None,
+        file: MetricsFile | None = None,
     ) -> None:
         self.history = History()
-        self._file = open(folder / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        self._file = file or MetricsFile.create(folder)
         self._timer, self._engine, self._log_every, self._tracker = timer, engine, log_every, tracker
         self._unread: list[_Step] = []
         self._lines: deque[dict[str, Any]] = deque()  # read, and waiting for the engine's record
         self._records: dict[int, StepRecord] | None = {}  # by step; None where the engine keeps none
         self._rates, self._tokens, self._elapsed = rates, 0, 0.0
+        self._take_up(self._file.lines)
+
+    def position(self) -> int:
+        """All that has been recorded is on the disk; the bytes of metrics.jsonl. Waits for the device."""
+        self._read_all()
+        return self._file.bring_down()
 
     def step(self, number: int, loss: Tensor, lr: float, tokens: int, *, last: bool) -> None:
         """`loss` is a scalar on the device, `lr` the rate that this step applied, `tokens` the real ones in it."""
@@ -142,14 +148,11 @@ class Recorder:
 
     def evaluation(self, result: Evaluation) -> None:
         """One pass over the held-out samples."""
-        if self._unread:
-            self._read(self._engine.report())
-        self._take_records(wait=True)
-        self._write_lines()
+        self._read_all()
         self.history.evaluations.append(result)
-        scores = {f"validation_{name}": value for name, value in result.named_scores.items()}
+        values = {HELD_OUT + name: value for name, value in ({"loss": result.loss} | result.named_scores).items()}
         seen = {"tokens": self._tokens, "elapsed_seconds": self._elapsed}
-        self._write({"step": result.step, "validation_loss": result.loss} | scores | seen)
+        self._write({"step": result.step} | values | seen)
         told = "".join(f", {name} {value:.3f}" for name, value in result.named_scores.items())
         log.info("step %d: validation loss %.4f%s", result.step, result.loss, told)
 
@@ -167,6 +170,32 @@ class Recorder:
             self._write_lines(incomplete=True)
         finally:
             self._file.close()
+
+    def _take_up(self, lines: list[dict[str, Any]]) -> None:
+        """The history up to here, as the lines tell it."""
+        since_reading: list[dict[str, Any]] = []
+        for line in lines:
+            self._tokens, self._elapsed = line["tokens"], line["elapsed_seconds"]
+            if is_evaluation(line):
+                self.history.evaluations.append(_evaluation(line))
+                continue
+            self.history.losses.append(line["loss"])
+            self.history.seconds.append(line["seconds"])
+            self.history.tokens.append(line["batch_tokens"])
+            if part := {name: line[name] for name in ENGINE_PART if name in line}:
+                self.history.engine.append(part)
+            since_reading.append(line)
+            if self._rates is not None and "skipped_steps" in line:
+                self._rates.read(since_reading, line["skipped_steps"])
+                for known in since_reading:
+                    self._rates.complete(known)
+                since_reading.clear()
+
+    def _read_all(self) -> None:
+        if self._unread:
+            self._read(self._engine.report())
+        self._take_records(wait=True)
+        self._write_lines()
 
     def _read(self, report: Report | None = None) -> None:
         """Losses and times of the steps since the last reading; waits for the device."""
@@ -213,9 +242,18 @@ class Recorder:
             self._write(line)
 
     def _write(self, record: dict[str, Any]) -> None:
-        print(json.dumps(record), file=self._file, flush=True)
-        if self._tracker is not None:
+        is_new = self._file.write(record)
+        if self._tracker is not None and is_new:
             self._tracker.log(record)
+
+
+ENGINE_PART = tuple(item.name for item in fields(StepRecord) if item.name not in ("step", "seconds"))
+
+
+def _evaluation(line: dict[str, Any]) -> Evaluation:
+    names = [name.removeprefix(HELD_OUT) for name in line if name.startswith(HELD_OUT)]
+    scores = {name: line[HELD_OUT + name] for name in names}
+    return Evaluation(line["step"], scores.pop("loss"), scores.pop("accuracy", None), scores)
 
 
 def engine_part(record: StepRecord, seconds: float) -> dict[str, Any]:
@@ -224,121 +262,6 @@ def engine_part(record: StepRecord, seconds: float) -> dict[str, Any]:
     `compute_seconds` is forward and backward within `seconds`, the step's own time. The record's own would begin at the
     end of the step before, and hold an evaluation that lies between.
     """
-    kept = {item.name: getattr(record, item.name) for item in fields(record)}
-    del kept["step"], kept["seconds"]
+    kept = {name: getattr(record, name) for name in ENGINE_PART}
     kept["compute_seconds"] = max(0.0, seconds - record.optimizer_seconds - record.stall_seconds)
     return {name: value for name, value in kept.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What was trained, on what, by whom: the table's first rows."""
-
-    model: str
-    data: str
-    engine: str
-    device: str
-    parameters: int
-    weight_bytes: int
-    topk_ratio: float | None
-    update_interval: int | None
-
-
-def summarise(subject: Subject, history: History) -> dict[str, Any]:
-    """The run's figures under plain names, None where there is none. Seconds, bytes, shares from 0 to 1.
-
-    Means of a step's time, of `compute` (forward and backward) and of `optimizer` are over all steps but the first,
-    which compiles and selects. Traffic is in bytes, and in M, the bytes of the weights.
-    """
-    first, last = history.evaluations[0], history.evaluations[-1]
-    steps, seconds, report = len(history.losses), sum(history.seconds), history.report
-    ordered = sorted(history.seconds)
-    return {
-        **vars(subject),
-        "steps": steps,
-        "tokens": sum(history.tokens),
-        "train_loss_first": history.losses[0],
-        "train_loss_last": statistics.fmean(history.losses[-10:]),
-        "validation_loss_before": first.loss,
-        "validation_loss_after": last.loss,
-        "validation_accuracy_before": first.accuracy,
-        "validation_accuracy_after": last.accuracy,
-        **{f"validation_{name}_before": value for name, value in first.scores.items()},
-        **{f"validation_{name}_after": value for name, value in last.scores.items()},
-        "training_seconds": seconds,
-        "tokens_per_second": sum(history.tokens) / seconds,
-        "step_seconds_mean": statistics.fmean(history.seconds[1:] or history.seconds),
-        "step_seconds_median": statistics.median(ordered),
-        "step_seconds_p95": ordered[math.ceil(0.95 * steps) - 1],
-        "compute_seconds_per_step": _mean(history, "compute_seconds"),
-        "optimizer_seconds_per_step": _mean(history, "optimizer_seconds"),
-        "stall_seconds_per_step": report.stall_seconds / steps,
-        "stall_share": report.stall_seconds / seconds,
-        "host_wait_seconds_per_step": report.host_wait_seconds / steps,
-        "bytes_to_host_per_step": report.bytes_to_host / steps,
-        "bytes_to_device_per_step": report.bytes_to_device / steps,
-        "m_to_host_per_step": report.bytes_to_host / steps / subject.weight_bytes,
-        "m_to_device_per_step": report.bytes_to_device / steps / subject.weight_bytes,
-        "ring_occupancy": _mean(history, "ring_occupancy"),
-        "windows": report.windows,
-        "selections": report.selections,
-        "skipped_steps": report.skipped_steps,
-        "worker_busy_share": report.worker_busy_seconds / seconds,
-    }
-
-
-def _mean(history: History, name: str) -> float | None:
-    values = [part[name] for part in history.engine[1:] or history.engine]
-    return statistics.fmean(values) if values else None
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The summary for people: one row a figure, before and after where a figure has both."""
-    s = summary
-    rows = [
-        ("model", f"{s['model']}, {s['parameters'] / 1e6:.1f}M parameters"),
-        ("data", s["data"]),
-        ("engine", s["engine"]),
-        ("device", s["device"]),
-        ("steps", f"{s['steps']:,} ({s['tokens']:,} tokens)"),
-        ("train loss", f"{s['train_loss_first']:.4f} -> {s['train_loss_last']:.4f} (mean of the last 10)"),
-        ("validation loss", f"{s['validation_loss_before']:.4f} -> {s['validation_loss_after']:.4f}"),
-    ]
-    scores = [name for name in SCORES if s.get(f"validation_{name}_after") is not None]
-    if not scores:
-        before, after = (math.exp(min(s[f"validation_loss_{when}"], 700)) for when in ("before", "after"))
-        rows.append(("validation perplexity", f"{before:.4g} -> {after:.4g}"))
-    for name in scores:
-        before, after = s[f"validation_{name}_before"], s[f"validation_{name}_after"]
-        rows.append((f"validation {name}", f"{before:.3f} -> {after:.3f}"))
-    rows += [
-        ("speed", f"{s['tokens_per_second']:,.0f} tokens/s"),
-        ("step", f"median {_seconds(s['step_seconds_median'])}, p95 {_seconds(s['step_seconds_p95'])}"),
-    ]
-    if s["topk_ratio"] is not None:
-        rows += _offload_rows(s)
-    width = max(len(name) for name, _ in rows)
-    rule = "-" * max(width + 2 + len(value) for _, value in rows)
-    return "\n".join([rule, *(f"{name:<{width}}  {value}" for name, value in rows), rule])
-
-
-def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
-    parts, ring, down, up = [], "", s["bytes_to_host_per_step"], s["bytes_to_device_per_step"]
-    if s["compute_seconds_per_step"] is not None:
-        ring = f", the ring {s['ring_occupancy']:.0%} full when a step() begins"
-        compute, optimizer = _seconds(s["compute_seconds_per_step"]), _seconds(s["optimizer_seconds_per_step"])
-        parts = [("floor part", f"{compute} a step (forward and backward)"), ("optimizer", f"{optimizer} a step")]
-    size = f"M = {s['weight_bytes'] / 1e6:.1f} MB of weights"
-    return [
-        *parts,
-        ("stall", f"{_seconds(s['stall_seconds_per_step'])} a step ({s['stall_share']:.1%})"),
-        ("host wait", f"{_seconds(s['host_wait_seconds_per_step'])} a step (the trainer's thread, for the worker)"),
-        ("to the host", f"{down / 1e6:.1f} MB a step ({s['m_to_host_per_step']:.2f} M; {size})"),
-        ("to the device", f"{up / 1e6:.1f} MB a step ({s['m_to_device_per_step']:.2f} M)"),
-        ("windows", f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"),
-        ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time{ring}"),
-    ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

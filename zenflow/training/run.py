@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,21 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
+from zenflow.training.checkpoints import Keeper, forget_after
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
 from zenflow.training.engines import build_engine, check_masters, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
-from zenflow.training.metrics import History, Recorder, StepTimer, Subject, summarise, table
+from zenflow.training.metrics import History, Recorder, StepTimer
+from zenflow.training.metrics_file import MetricsFile
 from zenflow.training.models import Tokenizer, load_model, load_tokenizer
 from zenflow.training.rates import DeferredRates
+from zenflow.training.resuming import Resumption, check_resolved, settled, take_up
+from zenflow.training.run_state import (
+    RunState,
+    check_data,
+    check_model,
+    fingerprint,
+    load_engine,
+    set_random_states,
+)
 from zenflow.training.saving import save_model
 from zenflow.training.schema import Device, Dtype, TrackingMode, TrainConfig, ZenFlowEngine, plain
 from zenflow.training.sources import locate
+from zenflow.training.summary import Subject, summarise, table
 
 log = logging.getLogger(__name__)
-INTERRUPTED = 130  # the exit code, as shells have it
 
 
 @dataclass(frozen=True)
@@ -44,20 +58,31 @@ class Prepared:
     record: dict[str, Any]  # the configuration with every `auto` resolved, for config.json and trackers
 
 
-def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False) -> float:
+def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, given: Sequence[str] = ()) -> float:
     """Run `config`, leave everything in `folder`, and return the final validation loss.
 
+    With `config.resume` a run goes on, with its own configuration; `given` are the settings that its user names anew.
+
     Errors: InputError (one sentence) for what the user can mend, before anything is taken; a run on its own then leaves
-    nothing behind, a job of a sweep leaves the sentence in its own log. Anything else is logged with its traceback and
-    raised.
+    nothing behind, a job of a sweep leaves the sentence in its own log. Stopped after SIGINT or SIGTERM, when the run
+    is saved. Anything else is logged with its traceback and raised.
     """
     try:
-        check(config, folder)
-        return _train(config, folder, prepare(config))
+        resumption = None
+        if config.resume is not None:
+            config, resumption = take_up(config, folder, given)
+        if resumption is not None and resumption.loss is not None:
+            log.info("the run in %s is finished", folder)
+            return resumption.loss
+        check(config, folder, goes_on=resumption is not None)
+        return _train(config, folder, prepare(config), resumption, part_of_sweep=part_of_sweep)
     except InputError as error:
         if part_of_sweep:
             log.error("%s", error)
         _remove_if_empty(folder)
+        raise
+    except Stopped as stop:
+        log.warning("%s", stop)
         raise
     except KeyboardInterrupt:
         log.warning("interrupted; what was recorded so far is in %s", folder)
@@ -88,6 +113,7 @@ def prepare(config: TrainConfig) -> Prepared:
     )
     steps_per_epoch = max(1, len(data.train) // (config.batch_size * config.accumulate))
     record = plain(config)
+    del record["resume"]
     record["log_every"] = config.log_every or (10 if on_gpu else 1)
     record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
     record["model"]["config"] = {} if config.model.path is not None else config.model.config
@@ -110,12 +136,17 @@ def _resolve(record: dict[str, Any]) -> None:
         engine["ring_dtype"] = model["dtype"]  # the gradient's
 
 
-def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "config.json", "x", encoding="utf-8") as file:
-        json.dump(prepared.record, file, indent=2)
-    with _tracking(config, folder, prepared.record) as tracker:
-        history = _run(config, folder, prepared, tracker)
+def _train(
+    config: TrainConfig, folder: Path, prepared: Prepared, resumption: Resumption | None, *, part_of_sweep: bool
+) -> float:
+    with StopRequest() as request, ExitStack() as stack:
+        file = _begin(folder, prepared) if resumption is None else _go_on(folder, prepared, resumption)
+        stack.callback(file.close)
+        earlier = None if resumption is None else resumption.state.get("wandb_id")
+        tracker = stack.enter_context(_tracking(config, folder, prepared.record, earlier))
+        if tracker is not None and tracker.id != earlier:
+            file.retold.clear()  # it has been told nothing
+        history = _run(config, folder, prepared, tracker, file, resumption, request)
         summary = summarise(_subject(prepared), history) | {
             "wandb_id": None if tracker is None else tracker.id,
             "torch": torch.__version__,
@@ -124,44 +155,116 @@ def _train(config: TrainConfig, folder: Path, prepared: Prepared) -> float:
         if tracker is not None:
             tracker.summarise(summary)
         _finish(config, folder, summary, history)
+    if part_of_sweep and request.number is not None:
+        raise Stopped(request.number, f"interrupted; the run in {folder} is finished, the sweep is not")
     return summary["validation_loss_after"]
 
 
-def _run(config: TrainConfig, folder: Path, prepared: Prepared, tracker: Any | None) -> History:
-    """Train, and close everything that this has taken."""
-    record = prepared.record
-    model = prepared.model.to(prepared.device).train()
-    timer = StepTimer(prepared.device)
+def _begin(folder: Path, prepared: Prepared) -> MetricsFile:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "config.json", "x", encoding="utf-8") as file:
+        json.dump(prepared.record, file, indent=2)
+    return MetricsFile.create(folder)
+
+
+def _go_on(folder: Path, prepared: Prepared, resumption: Resumption) -> MetricsFile:
+    """Everything that can be refused without an engine; nothing changes yet."""
+    check_resolved(prepared.record, resumption.record, folder)
+    state = resumption.state
+    if state:
+        check_model(prepared.model, state["model"])
+        check_data(prepared.data, state["data"])
+    return MetricsFile.take_up(folder, state.get("metrics_bytes", 0), resumption.step)
+
+
+def _run(
+    config: TrainConfig,
+    folder: Path,
+    prepared: Prepared,
+    tracker: Any | None,
+    file: MetricsFile,
+    resumption: Resumption | None,
+    request: StopRequest,
+) -> History:
+    """Train, from the start or from where the run was saved, and close everything that this has taken."""
+    record, device = prepared.record, prepared.device
+    start, saved = (0, {}) if resumption is None else (resumption.step, resumption.state)
+    if saved:
+        prepared.model.load_state_dict(saved["model"])
+    model = prepared.model.to(device).train()
+    timer = StepTimer(device)
     with ExitStack() as stack:
         engine = stack.enter_context(
             build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
         )
+        if saved:
+            load_engine(engine, saved["engine"])
+        if resumption is not None:
+            _rewind(folder, record, file, start)
         rates = DeferredRates(record["engine"]) if isinstance(config.engine, ZenFlowEngine) else None
-        recorder = stack.enter_context(Recorder(folder, timer, engine, record["log_every"], tracker, rates))
-        trace = None if config.trace is None else folder / config.trace
-        Loop(config, model, prepared.data, engine, recorder, timer, trace).run()
+        recorder = stack.enter_context(Recorder(folder, timer, engine, record["log_every"], tracker, rates, file))
+        state = RunState(
+            model, engine, recorder, device, fingerprint(prepared.data), None if tracker is None else tracker.id
+        )
+        keeper = stack.enter_context(
+            Keeper(
+                folder,
+                config.checkpoint_every,
+                config.keep_checkpoints,
+                state.gather,
+                {"asked": settled(config), "resolved": record},
+                request,
+            )
+        )
+        if saved:
+            set_random_states(saved["random"], device)
+        trace = _trace_file(config, folder, start)
+        Loop(config, model, prepared.data, engine, recorder, timer, trace, keeper, start).run()
         if config.save_model:
+            shutil.rmtree(folder / "model", ignore_errors=True)  # left by a run that was killed just after
             save_model(model, prepared.tokenizer, engine.master, folder / "model")
     return recorder.history
 
 
+def _rewind(folder: Path, record: dict[str, Any], file: MetricsFile, step: int) -> None:
+    """Make the folder that of a run which has made `step` steps."""
+    forget_after(folder, step)
+    file.cut()
+    for name in ("summary.json", "summary.txt", "loss.png"):
+        (folder / name).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-") as scratch:
+        made = Path(scratch) / "config.json"
+        made.write_text(json.dumps(record, indent=2), encoding="utf-8")
+        made.rename(folder / "config.json")
+    log.info("the run goes on after step %d", step)
+
+
+def _trace_file(config: TrainConfig, folder: Path, start: int) -> Path | None:
+    if config.trace is None:
+        return None
+    if start >= config.trace_steps[0]:
+        log.warning("no trace of steps %d to %d: the run goes on after step %d", *config.trace_steps, start)
+        return None
+    return folder / config.trace
+
+
 @contextmanager
-def _tracking(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Iterator[Any | None]:
-    """The run's tracker, if any; it learns how the block ended."""
-    tracker = _tracker(config, folder, record)
+def _tracking(config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None) -> Iterator[Any | None]:
+    """The run's tracker, if any; it learns how the block ended. `earlier` is its id in a run that goes on."""
+    tracker = _tracker(config, folder, record, earlier)
     code = 1
     try:
         yield tracker
         code = 0
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as stop:
+        code = exit_code(stop)
         raise
     finally:
         if tracker is not None:
             tracker.finish(code)
 
 
-def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any | None:
+def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None) -> Any | None:
     if config.tracking.mode is TrackingMode.disabled:
         return None
     try:
@@ -169,7 +272,7 @@ def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any]) -> Any |
     except ImportError as error:
         log.warning("tracking is off, metrics.jsonl has everything: %s (pip install wandb)", error)
         return None
-    return start(config.tracking, folder, record)
+    return start(config.tracking, folder, record, earlier)
 
 
 def _subject(prepared: Prepared) -> Subject:
@@ -180,9 +283,10 @@ def _subject(prepared: Prepared) -> Subject:
     k, window = engine.get("topk_ratio"), engine.get("update_interval")
     on_gpu = prepared.device.type == "cuda"
     adamw = "adamw" if engine.get("masters", True) else "adamw without masters"
+    task = f", {record['data']['task']}" if record["data"]["task"] else ""
     return Subject(
         model=f"{source}, {record['model']['dtype']}",
-        data=f"{record['data']['kind']}, {len(prepared.data.train):,} samples of at most "
+        data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
         engine=adamw if k is None else f"zenflow, k {k:g}, U {window}",
         device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
@@ -203,7 +307,7 @@ def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history:
         from zenflow.training.plot import save_plot
 
         save_plot(history, f"{config.name}: {summary['engine']}, {summary['model']}", folder / "loss.png")
-    if config.trace is not None:
+    if config.trace is not None and (folder / config.trace).exists():
         _show_trace(folder / config.trace, draws)
     if not draws and (config.plot or config.trace is not None):
         log.info("no picture: matplotlib is not installed (the extra `plot`)")

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zenflow.signals import exit_code
 from zenflow.training.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,6 +170,9 @@ class TrainConfig:
     evaluate_every: int | None = None  # steps; always before the first and after the last
     log_every: int | None = None  # steps between two readings of the device; null: 10 on a GPU, 1 on a CPU
     save_model: bool = False  # the final weights in fp32, as the folder `model` in the run's folder: a later model.path
+    checkpoint_every: int | None = None  # steps between two checkpoints; null: only when a signal ends the run
+    keep_checkpoints: int = 2  # the last ones; older ones are removed
+    resume: str | None = None  # a run's folder or one of its checkpoints; auto: the run in this folder, if there is one
     plot: bool = True  # loss.png, if matplotlib is there
     trace: str | None = None  # file.json in the run's folder: what ran where in trace_steps, and a picture beside it
     trace_steps: list[int] = field(default_factory=lambda: [5, 16])  # the first and the last
@@ -186,6 +191,31 @@ def plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
+def from_plain(values: dict[str, Any]) -> TrainConfig:
+    """What `plain` was given, if that was a run's configuration. InputError names what this version does not know."""
+    engine = AdamWEngine if "masters" in values["engine"] else ZenFlowEngine
+    return _filled(TrainConfig, values, {"engine": engine})
+
+
+def _filled(kind: type, values: dict[str, Any], chosen: dict[str, type]) -> Any:
+    """An instance of a dataclass; `chosen` are the classes of its fields where these are not the annotated ones."""
+    kinds = typing.get_type_hints(kind) | chosen
+    if strangers := sorted(values.keys() - {item.name for item in dataclasses.fields(kind)}):
+        raise InputError(f"{kind.__name__} has no {', '.join(strangers)} here; the run is of another version.")
+    made = {}
+    for name, value in values.items():
+        options = [option for option in (kinds[name], *typing.get_args(kinds[name])) if isinstance(option, type)]
+        enum = next((option for option in options if issubclass(option, Enum)), None)
+        if dataclasses.is_dataclass(kinds[name]):
+            value = _filled(kinds[name], value, {})
+        elif enum is not None and value is not None:
+            if value not in enum.__members__:
+                raise InputError(f"{name} is {value!r}; allowed here: {', '.join(enum.__members__)}.")
+            value = enum[value]
+        made[name] = value
+    return kind(**made)
+
+
 class JobFailed(RuntimeError):
     """A job of a sweep failed, and its own log says how."""
 
@@ -193,11 +223,28 @@ class JobFailed(RuntimeError):
 def register() -> None:
     """Make the schema known to Hydra; conf/train.yaml and conf/engine/*.yaml refer to it by these names."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     store = ConfigStore.instance()
     store.store(name="base_train", node=TrainConfig)
     store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
+
+
+def _run_folder(resume: str | None, otherwise: str) -> str:
+    """Where a run is written: that which goes on stays where it is."""
+    from zenflow.training.checkpoints import run_of
+    from zenflow.training.resuming import AUTO
+
+    return otherwise if resume in (None, AUTO) else str(run_of(Path(str(resume)).expanduser().absolute()))
+
+
+def given_settings() -> list[str]:
+    """The settings and groups that the command line names, of a job that runs."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [word.partition("=")[0].lstrip("+~") for word in HydraConfig.get().overrides.task]
 
 
 def run_command(
@@ -205,7 +252,8 @@ def run_command(
 ) -> None:
     """Run a `hydra.main` function as the command `name`: a user's mistake is one sentence, anything else a traceback.
 
-    Exits with 1 after either, and with 130 when interrupted. However a sweep ends, `after_sweep` gets its folder.
+    Exits with 1 after either, and with 128 and the signal's number when interrupted. However a sweep ends,
+    `after_sweep` gets its folder.
     """
     global _sweep, _made
     _sweep = _made = None
@@ -214,8 +262,8 @@ def run_command(
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         job()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as stop:
+        sys.exit(exit_code(stop))
     except Exception as error:
         if (sentence := explain(error)) is None:
             raise

@@ -23,15 +23,24 @@ OVER_TIME = "over_time/"  # before the name of a metric whose horizontal axis is
 class WandbRun:
     """One wandb run with an id of its own, whatever the environment says; its files lie in the run's folder.
 
+    `earlier` is the id of a run that goes on. Of one that is kept here, `wandb sync` sends both parts to the same id.
+
     The horizontal axis of every metric is `tokens`. The losses and what else an evaluation gives are there twice: as
     `over_time/NAME` their axis is `elapsed_seconds`. What goes wrong while it runs ends the tracking, not the training.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path, settings: dict[str, Any], mode: TrackingMode) -> None:
+    def __init__(
+        self,
+        config: TrackingConfig,
+        folder: Path,
+        settings: dict[str, Any],
+        mode: TrackingMode,
+        earlier: str | None = None,
+    ) -> None:
         limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         known = {name: value for name, value in limits.items() if name in wandb.Settings.model_fields}  # the last: 0.27
         self._run: Any = wandb.init(
-            id=uuid.uuid4().hex[:8],
+            id=earlier or uuid.uuid4().hex[:8],
             name=(config.name or folder.name)[:NAME_LENGTH],
             project=config.project,
             group=config.group,
@@ -39,7 +48,7 @@ class WandbRun:
             dir=folder,
             config=settings,
             mode=mode.name,
-            resume="never",
+            resume="never" if earlier is None else "allow",
             reinit="create_new",
             settings=wandb.Settings(console="off", quiet=True, **known),
         )
@@ -80,20 +89,23 @@ class WandbRun:
             log.warning("wandb stopped, metrics.jsonl has everything: %r", error)
 
 
-def start(config: TrackingConfig, folder: Path, settings: dict[str, Any]) -> WandbRun | None:
-    """The run. One that cannot be sent is kept in the folder; None if that fails, too: training needs neither.
+def start(
+    config: TrackingConfig, folder: Path, settings: dict[str, Any], earlier: str | None = None
+) -> WandbRun | None:
+    """The run, or the one with the id `earlier`, which goes on.
 
-    Each is said in a warning.
+    One that cannot be sent is kept in the folder; None if that fails, too: training needs neither. Each is said in a
+    warning.
     """
     if config.mode is TrackingMode.online:
         try:
-            return WandbRun(config, folder, settings, TrackingMode.online)
+            return WandbRun(config, folder, settings, TrackingMode.online, earlier)
         except Exception as error:
             log.warning(
                 "wandb cannot send this run, which is kept for `wandb sync %s/wandb/offline-*`: %s", folder, error
             )
     try:
-        return WandbRun(config, folder, settings, TrackingMode.offline)
+        return WandbRun(config, folder, settings, TrackingMode.offline, earlier)
     except Exception as error:
         log.warning("wandb did not start, metrics.jsonl has everything: %s", error)
         return None

@@ -1,0 +1,106 @@
+"""metrics.jsonl of a run: one writer at a time, whole lines, and a place up to which a checkpoint vouches for it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from zenflow.training.errors import InputError
+
+NAME = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Lines are in the file as soon as they are written; the lock on it says that a process trains in this folder.
+
+    `lines` are those from before, and `retold` the steps and evaluations that were written after them and are cut away
+    by `cut`: a run that goes on tells them again.
+    """
+
+    def __init__(self, file: BinaryIO, end: int = 0, lines: list[dict[str, Any]] | None = None) -> None:
+        self._file, self._end = file, end
+        self.lines = lines or []
+        self.retold: set[tuple[int, bool]] = set()
+
+    @classmethod
+    def create(cls, folder: Path) -> Self:
+        """The file of a run that begins. FileExistsError if there is one."""
+        file = open(folder / NAME, "xb")  # noqa: SIM115 (closed by `close`)
+        _lock(file, folder)
+        return cls(file)
+
+    @classmethod
+    def take_up(cls, folder: Path, end: int, step: int) -> Self:
+        """The file of a run that goes on after `step` steps, of which its first `end` bytes tell; nothing is cut yet.
+
+        Errors: InputError if another process writes it, or if it is not what it was.
+        """
+        file = os.fdopen(os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            _lock(file, folder)
+            content = file.read()
+            made = cls(file, end, _told(content[:end], folder / NAME, end, step))
+        except BaseException:
+            file.close()
+            raise
+        for text in content[end:].splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # the last one may be torn
+                made.retold.add(_what(json.loads(text)))
+        return made
+
+    def cut(self) -> None:
+        """Drop what comes after `lines`."""
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+
+    def write(self, line: dict[str, Any]) -> bool:
+        """Append a line; whether it is told for the first time."""
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        return _what(line) not in self.retold
+
+    def bring_down(self) -> int:
+        """Bring all lines down to the disk; the bytes that they take."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def is_evaluation(line: dict[str, Any]) -> bool:
+    """Whether a line is an evaluation's, and not a step's."""
+    return "validation_loss" in line
+
+
+def _what(line: dict[str, Any]) -> tuple[int, bool]:
+    return line["step"], is_evaluation(line)
+
+
+def _told(content: bytes, path: Path, end: int, step: int) -> list[dict[str, Any]]:
+    """The lines of exactly the first `step` steps, and of evaluations."""
+    try:
+        lines = [json.loads(text) for text in content.splitlines()]
+        steps = [line["step"] for line in lines if not is_evaluation(line)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged within its first {end:,} bytes, which hold {step:,} steps.") from error
+    if len(content) != end or steps != list(range(1, step + 1)):
+        raise InputError(
+            f"{path} has {len(steps):,} steps in its first {len(content):,} bytes; the checkpoint was made with "
+            f"{step:,} in {end:,}."
+        )
+    return lines
+
+
+def _lock(file: BinaryIO, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise InputError(f"Another process trains in {folder}; wait until it has ended, or end it.") from error
+    except OSError:  # a file system without locks
+        pass
