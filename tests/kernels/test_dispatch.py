@@ -51,6 +51,7 @@ def test_interpreted_needs_the_environment_variable():
 
 @pytest.mark.parametrize(("a", "b", "total"), CANARIES)
 def test_bf16_is_upcast_summed_and_rounded_to_even(a, b, total, device):
+    """D8."""
     assert bf16_sum_and_order(a, b, device) == (total, a < b)
 
 

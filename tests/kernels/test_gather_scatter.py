@@ -84,6 +84,7 @@ def test_scatter_undoes_gather(channel_dim, device, dtype):
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (7, 5)], ids=str)
 @pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
 def test_nothing_to_copy_launches_nothing(shape, channel_dim, device, dtype, monkeypatch):
+    """D6."""
     monkeypatch.setattr(gather, "_gather_kernel", None)
     monkeypatch.setattr(scatter, "_scatter_kernel", None)
     x, index = torch.zeros(shape, dtype=dtype, device=device), torch.empty(0, dtype=torch.int64, device=device)
@@ -106,6 +107,7 @@ def test_an_index_out_of_range_is_refused(channel_dim, bad, device):
 
 @pytest.mark.parametrize("channel_dim", CHANNEL_DIMS)
 def test_a_repeated_index_is_read_but_not_written(channel_dim, device):
+    """D14."""
     x, index = torch.randn(6, 6, device=device), torch.tensor([2, 4, 2], device=device)
     part = gather_channels(x, index, channel_dim)
     assert torch.equal(part.cpu(), x.cpu().index_select(1 if channel_dim == "column" else 0, index.cpu()))

@@ -122,7 +122,7 @@ def refusing_to_wait() -> Iterator[None]:
 
 @pytest.mark.gpu
 def test_changing_steps_compile_each_kernel_once_a_class():
-    """In a process of its own, so that no other test has compiled anything before."""
+    """D12: in a process of its own, so that no other test has compiled anything before."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = "import json; from tests.kernels.test_launches import compilations; print(json.dumps(compilations()))"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)

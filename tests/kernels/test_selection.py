@@ -29,6 +29,7 @@ def assert_scores(got: torch.Tensor, x: torch.Tensor, channel_dim: str, importan
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 @pytest.mark.parametrize("importance", IMPORTANCES)
 def test_scores_inside_poisoned_memory(shape, channel_dim, importance, device, dtype, poisoned):
+    """D3, D7."""
     pad = Padded(device)
     x = pad.hold(values(shape, torch.Generator().manual_seed(3), spread=1.0).to(dtype), shift=1)
     scores = channel_scores(x, channel_dim, importance)
@@ -41,6 +42,7 @@ def test_scores_inside_poisoned_memory(shape, channel_dim, importance, device, d
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 def test_an_empty_matrix_scores_zero(shape, channel_dim, device):
+    """D6."""
     scores = channel_scores(torch.empty(shape, device=device), channel_dim, "square")
     assert scores.tolist() == [0.0] * shape[1 if channel_dim == "column" else 0]
 
@@ -72,6 +74,7 @@ def test_no_matrices_have_no_scores():
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 @pytest.mark.parametrize("importance", IMPORTANCES)
 def test_non_finite_channels_are_never_important(channel_dim, importance, device, dtype):
+    """D9."""
     x = torch.full((9, 9), 0.5, dtype=dtype)
     for channel, value in [(0, NAN), (3, -NAN), (4, INF), (8, -INF)]:
         x[(5, channel) if channel_dim == "column" else (channel, 5)] = value
@@ -145,6 +148,7 @@ def test_choice_over_several_blocks(channels, device, poisoned):
 
 
 def test_two_hundred_thousand_channels(device):
+    """D15."""
     scores = torch.rand(200_000, generator=torch.Generator().manual_seed(1)).round(decimals=3)
     assert torch.equal(select_channels(scores.to(device), 20_000).cpu(), select_channels_reference(scores, 20_000))
 

@@ -165,6 +165,7 @@ def test_small_updates_of_a_weight_without_master_arrive():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 128), (128, 0)], ids=str)
 def test_an_empty_tensor_launches_nothing(shape, device, monkeypatch):
+    """D6."""
     monkeypatch.setattr(rounding, "_round_kernel", None)
     out = round_stochastically(torch.empty(shape, device=device), seed=0, step=0)
     assert out.shape == shape and out.dtype == torch.bfloat16
