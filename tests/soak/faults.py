@@ -16,6 +16,7 @@ from itertools import islice
 
 import numpy as np
 
+from tests.processes import ends_within
 from zenflow import WorkerError, ZenFlow, arena, client
 
 # What the error of a detected fault must say.
@@ -33,6 +34,7 @@ SAYS = {
 }
 DEADLY = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
 SILENCE = client.SILENCE_SECONDS
+GRACE = 5.0  # seconds in which a signal must have ended a process
 SHORT_SILENCE = 0.3  # seconds: instead of a minute, where the worker has been stopped for good
 
 
@@ -150,6 +152,7 @@ def killing(draw: random.Random) -> Iterator[None]:
     def kill_later(process: subprocess.Popen) -> None:
         time.sleep(draw.random() * 0.5)
         process.send_signal(draw.choice(DEADLY))
+        ends_within(process.pid, GRACE)
 
     def spawning(*args: object) -> subprocess.Popen:
         process = spawn(*args)
