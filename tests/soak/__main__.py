@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scenarios", type=int, help="so many instead, however long they take")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args(arguments)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)  # trainers are forked
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # what torch imports with its first optimizer, it imports once
     entries, descriptors = _shared(), len(os.listdir("/proc/self/fd"))
