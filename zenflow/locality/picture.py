@@ -11,6 +11,8 @@ import numpy as np
 from zenflow.locality.figures import Row, curves, survival_rows
 from zenflow.locality.study import CURVE, DIMS, Study
 
+LEGEND_HEIGHT = 28  # percent of the axis, above 100
+
 
 def save_picture(study: Study, rows: Sequence[Row], title: str, path: Path) -> None:
     """Write a PNG. Needs matplotlib; errors: ImportError without it."""
@@ -54,9 +56,9 @@ def _finish_gathering(axis: Any, study: Study) -> None:
 def _survival(axis: Any, rows: Sequence[Row], dim: str, color: str) -> None:
     lags = [row["lag"] for row in rows]
     low, median, high, held = ([100 * row[name] for row in rows] for name in ("p10", "median", "p90", "held_median"))
-    axis.plot(lags, median, color=color, linewidth=1.8, marker="o", markersize=4, label=f"{dim}s selected again")
+    axis.plot(lags, median, color=color, linewidth=1.8, marker="o", markersize=4, label=f"{dim}s, selected again")
     axis.fill_between(lags, low, high, color=color, alpha=0.15, linewidth=0)
-    axis.plot(lags, held, color=color, linewidth=1.2, linestyle="--", label=f"norm still held by the {dim}s")
+    axis.plot(lags, held, color=color, linewidth=1.2, linestyle="--", label=f"{dim}s, norm held")
 
 
 def _finish_survival(axis: Any, study: Study, lags: Sequence[int]) -> None:
@@ -69,5 +71,6 @@ def _finish_survival(axis: Any, study: Study, lags: Sequence[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lags, [f"{lag:,}" for lag in lags])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set(ylim=(0, 100), xlabel=f"steps after a selection of {chance:.3g}% of the channels", ylabel="share (%)")
-    axis.legend(fontsize=7.5, framealpha=0.8, edgecolor="none")
+    axis.set(ylim=(0, 100 + LEGEND_HEIGHT), xlabel=f"steps after selecting {chance:.3g}% of the channels")
+    axis.set(yticks=range(0, 101, 20), ylabel="share (%)")
+    axis.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=2, handlelength=1.6, columnspacing=1.0)
