@@ -167,6 +167,26 @@ def test_a_broken_op_costs_its_own_rows_alone(bench, monkeypatch):
     assert "RuntimeError: this card" in printed
 
 
+def test_a_model_or_a_search_that_cannot_be_built_is_told(bench, monkeypatch):
+    def too_large(*_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(kernels, "model_ops", too_large)
+    monkeypatch.setattr(kernels, "tune", too_large)
+    code, rows, printed = bench("--ops", "close_step", "--layouts", "rows", "--tune", "close_step")
+    assert code == 1
+    errors = [(row["table"], row["op"], row["error"]) for row in rows]
+    told = "MemoryError: out of memory"
+    assert errors == [("op", "close_step", ""), ("model", "all", told), ("tune", "close_step", told)]
+    assert printed.count(told) == 2
+
+
+def test_an_op_without_constants_has_one_setting(bench):
+    code, rows, _ = bench("--ops", "close_step", "--no-model", "--tune", "close_step")
+    assert code == 0
+    assert [(row["table"], row["today"], row["best"]) for row in rows] == [("op", "", ""), ("tune", "True", "True")]
+
+
 def test_nothing_is_begun_after_the_budget(bench):
     code, rows, _ = bench("--ops", "select_channels", "--no-model", "--budget", "1e-9")
     assert code == 1
@@ -203,6 +223,12 @@ def test_bad_arguments_end_before_anything_runs(words, said, capsys):
         main(["kernels", *words])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["kernels", "--help"])
+    assert ended.value.code == 0 and "--tune" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -95,8 +95,8 @@ def launch_constants(setting: Setting) -> Iterator[None]:
 
 
 def knobs_of(op: str, problem: Problem) -> tuple[Knob, ...]:
-    """The constants that the op's launchers read for this problem."""
-    return tuple(knob for knob in KNOBS[op] if knob.name != UNUSED.get(problem.layout))
+    """The constants that the op's launchers read for this problem; none if it has nothing to choose."""
+    return tuple(knob for knob in KNOBS.get(op, ()) if knob.name != UNUSED.get(problem.layout))
 
 
 def outputs_of(work: Work) -> list[Tensor]:

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ DEFAULTS = {  # by device and quickness: sizes, dtypes, model's shape
     ("cpu", False): ([1 << 12], ["bf16", "fp32"], "tiny"),
     ("cpu", True): ([1 << 12], ["bf16"], "tiny"),
 }
+
+NOTHING = Moved(0, 0)
 
 
 def run(args: Namespace) -> int:
@@ -215,21 +218,30 @@ def measure_model(session: Session, dtype: str, layout: str) -> None:
     described = {"table": "model", "layout": layout, "dtype": dtype, "shape": session.shape}
     described["contestant"] = OURS if session.on_gpu else REFERENCE
     described |= {"parameters": len(problems), "numel": sum(problem.numel for problem in problems)}
-    for op in model_ops(problems):
-        session.add(described | {"op": op.name}, op.moved, lambda op=op: session.time(op.call))
+    try:
+        ops = model_ops(problems)
+    except Exception as error:  # the card may be too small for it
+        return session.add(described | {"op": "all"}, NOTHING, partial(_times, error))
+    for op in ops:
+        session.add(described | {"op": op.name}, op.moved, partial(session.time, op.call))
 
 
 def measure_constants(session: Session, op: str, problem: Problem) -> None:
     """A row for each setting of the op's launch constants."""
-    moved = OPS[op].moved(problem)
-    for candidate in tune(op, problem, lambda work: session.time(work.ours)):
-        row = _described(op, problem) | {"table": "tune", "constants": candidate.label, "contestant": OURS}
-        row |= {"same_bits": candidate.same_bits, "today": candidate.today, "best": candidate.best}
-        session.add(row, moved, lambda found=candidate: _times(found.result))
+    moved, described = OPS[op].moved(problem), _described(op, problem) | {"table": "tune", "contestant": OURS}
+    try:
+        found = tune(op, problem, lambda work: session.time(work.ours))
+    except Exception as error:  # without a call of today's constants there is nothing to compare with
+        return session.add(described, moved, partial(_times, error))
+    for candidate in found:
+        row = described | {"constants": candidate.label, "same_bits": candidate.same_bits}
+        row |= {"today": candidate.today, "best": candidate.best}
+        session.add(row, moved, partial(_times, candidate.result))
     _settle(session)
 
 
 def _times(result: Any) -> Times:
+    """A result, which may be the error that came instead."""
     if isinstance(result, Exception):
         raise result
     return result
