@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Arrivals:
     """How many gradients each parameter gets a step: known once it was the same in `steps` steps that had any."""
@@ -36,6 +38,15 @@ class Arrivals:
                     del self._seen[index]
                     self._usual[index] = count if all(other == count for other in seen) else 0
         self._now = {}
+
+    def state_dict(self) -> dict[str, dict[int, Any]]:
+        """What has been learned, by parameter."""
+        return {"seen": {index: list(seen) for index, seen in self._seen.items()}, "usual": dict(self._usual)}
+
+    def load_state_dict(self, state: dict[str, dict[int, Any]]) -> None:
+        """Go on from what another has learned."""
+        self._seen = {index: list(seen) for index, seen in state["seen"].items()}
+        self._usual, self._now = dict(state["usual"]), {}
 
     def usual(self, index: int) -> int | None:
         """The number, 0 if it varied, None before it is known."""

@@ -5,7 +5,8 @@ Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, 
 window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
 (`gradients`, by position); and, only while a deferred result is on its way, the `weight` that is visible meanwhile and
 the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under `zenflow`: clock and counters, the
-running window's scalars, presence and log, the order of the norm's sums, and the configuration that shaped all this.
+running window's scalars, presence and log, the order of the norm's sums, what uploads have learned of the model, and
+the configuration that shaped all this.
 
 A state moves freely between devices, bucket sizes, worker threads and upload settings; between values of
 `accumulate_on`, `ring_dtype` and `update_interval` at a window's end, which `flush()` makes, and in the middle of a
@@ -59,7 +60,20 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
         "norm_order": [
             indices[id(pipeline.records[number].param)] for number in pipeline.norm_order.records(len(pipeline.records))
         ],
+        "uploads": _renumbered(
+            pipeline.uploads.state_dict(), {record.index: indices[id(record.param)] for record in pipeline.records}
+        ),
     }
+
+
+def _renumbered(uploads: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any]:
+    """What was learned about parameters under their other numbers; about strangers nothing is kept."""
+    arrivals = {
+        name: {numbers[index]: learned for index, learned in by_index.items() if index in numbers}
+        for name, by_index in uploads["arrivals"].items()
+    }
+    passed = sorted(numbers[index] for index in uploads["passed"] if index in numbers)
+    return {**uploads, "passed": passed, "arrivals": arrivals}
 
 
 def _by_index(pipeline: Pipeline, indices: dict[int, int]) -> list[tuple[int, ParamRecord]]:
@@ -130,6 +144,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     ]
     records = {indices[id(record.param)]: record.index for record in pipeline.records}
     pipeline.norm_order.load([records[index] for index in engine["norm_order"]], len(records))
+    pipeline.uploads.load_state_dict(_renumbered(engine["uploads"], records))
     pipeline.prepare_backward()
 
 

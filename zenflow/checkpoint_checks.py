@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,6 +27,7 @@ ENGINE_KEYS = {
     "hyper_log": list,
     "present_log": list,
     "norm_order": list,
+    "uploads": dict,
 }
 SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel")  # of which channels there are, and how many are selected
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
@@ -70,6 +71,7 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
     _check_config(asdict(pipeline.config), engine)
     _check_engine(pipeline, engine)
     _check_logs(engine, len(state_dict["param_groups"]))
+    _check_uploads(engine["uploads"])
     for index, entry in state.items():
         if not isinstance(entry, dict):
             raise ValueError(f"entry {index} of the state is {entry!r}; allowed is a dict")
@@ -138,6 +140,23 @@ def _check_logs(engine: dict[str, Any], n_groups: int) -> None:
     rows = engine["present_log"]
     if not all(isinstance(row, dict) and all(isinstance(had, bool) for had in row.values()) for row in rows):
         raise ValueError("present_log in the state does not hold a dict of booleans a step")
+
+
+def _check_uploads(uploads: dict[str, Any]) -> None:
+    kinds = {"fell_back": bool, "tries": int, "passed": list, "arrivals": dict}
+    good = {name: type(value) for name, value in uploads.items()} == kinds and _is_numbers(
+        [uploads["tries"], *uploads["passed"]]
+    )
+    arrivals = uploads["arrivals"] if good else {}
+    good = {name: type(value) for name, value in arrivals.items()} == {"seen": dict, "usual": dict}
+    if not good or not _is_numbers([*arrivals["seen"], *arrivals["usual"], *arrivals["usual"].values()]):
+        raise ValueError(f"uploads are {uploads} in the state; allowed is what a ZenFlow optimizer saves")
+    if not all(isinstance(seen, list) and _is_numbers(seen) for seen in arrivals["seen"].values()):
+        raise ValueError(f"uploads have seen {arrivals['seen']} in the state; allowed are lists of whole numbers")
+
+
+def _is_numbers(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any]) -> None:

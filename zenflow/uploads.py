@@ -69,6 +69,7 @@ class Uploads:
         self._device = device
         self._records = records
         self._telemetry = telemetry
+        self._config = config
         self._in_backward = config.upload == "backward"
         self._passes = config.backward_passes_per_step
         self._tries = TRIES if config.upload_check else 0
@@ -119,6 +120,36 @@ class Uploads:
         for record in watched:
             hook = partial(_on_gradient, me, self.hooks, record.index)
             self._handles.append(record.param.register_post_accumulate_grad_hook(hook))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this run has learned of its model, by index of the records: when gradients come, and what was tried."""
+        members = self._members()
+        return {
+            "fell_back": self._config.upload == "backward" and not self._in_backward,
+            "tries": self._tries,
+            "passed": sorted({index for place in self._passed for index in members[place]}),
+            "arrivals": self._arrivals.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what another run has learned of the same model, whatever its buckets were."""
+        self._in_backward = self._config.upload == "backward" and not state["fell_back"]
+        self._tries = TRIES if self._config.upload_check else 0
+        if state["tries"] or state["fell_back"]:  # else that run did not check
+            self._tries = min(self._tries, state["tries"])
+        self._passed = {place for place, records in self._members().items() if set(records) <= set(state["passed"])}
+        self._arrivals.load_state_dict(state["arrivals"])
+
+    def _members(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The records in every bucket, by segment and bucket."""
+        storages = {
+            record.storage.segment.index: record.storage for record in self._records if record.storage is not None
+        }
+        return {
+            (segment, bucket): members
+            for segment, storage in storages.items()
+            for bucket, members in enumerate(storage.members)
+        }
 
     def _passes_of(self, record: ParamRecord) -> int | None:
         """Gradients of a parameter a step; 0 if they vary, None if that is not known yet."""
