@@ -111,7 +111,6 @@ class NotingEngine:
             events += [NotingEvent(self) for _ in range(self.setup.buckets)]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._as_current)
-        monkeypatch.setattr("zenflow.selection.PART_BYTES", 4 * 64)  # two blocks of state
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
         if words is None:  # what the worker's pace decides: it is never found to have finished
             uploads._client = Unfinished(client)
@@ -214,7 +213,7 @@ class NotingEngine:
         if self.setup.zeroed:
             self.compute.push(("zero", self.step), "")
         self.compute.push(("forward", self.step), "")
-        # Other channels matter in every second window, so that a selection has something to move.
+        # Other inputs matter in every second window: each selection moves all it has, in as many parts as state tensors.
         batch = torch.where(torch.arange(8) % 2 == self.step // 2 % 2, 4.0, 0.1)
         self.model(torch.stack([batch, -batch])).square().sum().backward()
 
@@ -253,8 +252,8 @@ SETUPS = {
     "upload-in-step": {"upload": "step"},
     "host-waits": {"stream_words": False},
     "upload-check": {"windows": 4, "checked": True, "dropping": {2}},
-    "selection": {"windows": 4, "selecting": {2, 4}},
-    "selection-host": {"windows": 4, "selecting": {2, 4}, "on_host": True, "staleness": 0},
+    "selection": {"buckets": 1, "windows": 4, "selecting": {2, 4}},
+    "selection-host": {"buckets": 1, "windows": 4, "selecting": {2, 4}, "on_host": True, "staleness": 0},
     "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
     "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
     "host": {"on_host": True, "interval": 2, "saving": {3}},
