@@ -213,7 +213,7 @@ class NotingEngine:
         if self.setup.zeroed:
             self.compute.push(("zero", self.step), "")
         self.compute.push(("forward", self.step), "")
-        # Other inputs matter in every second window: each selection moves all it has, in as many parts as state tensors.
+        # Other inputs matter in every second window: a selection moves all it has, in as many parts as state tensors.
         batch = torch.where(torch.arange(8) % 2 == self.step // 2 % 2, 4.0, 0.1)
         self.model(torch.stack([batch, -batch])).square().sum().backward()
 
