@@ -149,7 +149,7 @@ def _add_kernels(kernels: ArgumentParser) -> None:
     what.add_argument("--sizes", nargs="+", type=_size, metavar="N", help="elements, as in 64M (default: 64M 256M)")
     what.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], help="default: both")
     what.add_argument(
-        "--layouts", nargs="+", choices=["columns", "rows"], default=["columns", "rows"], help="of channels"
+        "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of channels (default: both)"
     )
     what.add_argument("--ratio", type=_share, default=0.1, metavar="K", help="share that is selected (default: 0.1)")
     what.add_argument("--shape", choices=SHAPES, help="the whole model's (default: 3B)")

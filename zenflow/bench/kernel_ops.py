@@ -273,9 +273,7 @@ def _round_work(problem: Problem) -> Work:
 OPS = {
     "partial_norms": Op(("whole",), _norm_moved, _norm_work, "torch.linalg.vector_norm"),
     "close_step": Op(("whole",), _close_moved, _close_work, dtypes=(torch.bfloat16,)),
-    "fused_step": Op(
-        CHANNELS, lambda p: step_moved(p, fold=FOLD_ADD), lambda p: _step_work(p, fold=FOLD_ADD)
-    ),  # fmt: skip
+    "fused_step": Op(CHANNELS, lambda p: step_moved(p, fold=FOLD_ADD), lambda p: _step_work(p, fold=FOLD_ADD)),
     "fused_step_first": Op(
         CHANNELS, lambda p: step_moved(p, fold=FOLD_OVERWRITE), lambda p: _step_work(p, fold=FOLD_OVERWRITE)
     ),

@@ -16,7 +16,6 @@ from zenflow_kernels.table import Entry, Table
 
 SECTOR = 32  # bytes
 KINDS = {"columns": "column", "rows": "row", "whole": "whole"}
-LAYOUTS = tuple(KINDS)
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,7 @@ def make_table(entries: list[Entry]) -> Table:
     return Table(entries, 0, step_tile=table_module.STEP_TILE, norm_tile=table_module.NORM_TILE)
 
 
-def make_problem(
-    numel: int, dtype: torch.dtype, layout: str, ratio: float, device: torch.device
-) -> Problem:  # fmt: skip
+def make_problem(numel: int, dtype: torch.dtype, layout: str, ratio: float, device: torch.device) -> Problem:
     """The squarest matrix of `numel` elements whose rows are a power of two long; a rest that fills no row is left."""
     cols = 2 ** (int(math.log2(numel)) // 2)
     return Problem(numel // cols, cols, dtype, layout, ratio, device)
