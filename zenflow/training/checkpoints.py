@@ -91,7 +91,8 @@ def command_for(run: Path) -> str:
     """What continues a run, to be pasted into a shell."""
     text = str(run)
     if not _PLAIN.fullmatch(text):
-        quoted = text.replace("\\", "\\\\").replace("'", "\\'")
+        # To Hydra a backslash is one, except before a quote.
+        quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
         return "zenflow-train " + shlex.quote(f"resume='{quoted}'")
     return f"zenflow-train resume={text}"
 

@@ -172,7 +172,9 @@ class Recorder:
             self._file.close()
 
     def _take_up(self, lines: list[dict[str, Any]]) -> None:
-        """The history up to here, as the lines tell it."""
+        """The history up to here, as the lines and the engine tell it."""
+        if lines:
+            self.history.report = self._engine.report()
         since_reading: list[dict[str, Any]] = []
         for line in lines:
             self._tokens, self._elapsed = line["tokens"], line["elapsed_seconds"]
@@ -242,8 +244,8 @@ class Recorder:
             self._write(line)
 
     def _write(self, record: dict[str, Any]) -> None:
-        is_new = self._file.write(record)
-        if self._tracker is not None and is_new:
+        self._file.write(record)
+        if self._tracker is not None:
             self._tracker.log(record)
 
 

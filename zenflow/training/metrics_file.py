@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -17,14 +16,12 @@ NAME = "metrics.jsonl"
 class MetricsFile:
     """Lines are in the file as soon as they are written; the lock on it says that a process trains in this folder.
 
-    `lines` are those from before, and `retold` the steps and evaluations that were written after them and are cut away
-    by `cut`: a run that goes on tells them again.
+    `lines` are those from before; what was written after them is cut away by `cut`: a run that goes on tells it again.
     """
 
     def __init__(self, file: BinaryIO, end: int = 0, lines: list[dict[str, Any]] | None = None) -> None:
         self._file, self._end = file, end
         self.lines = lines or []
-        self.retold: set[tuple[int, bool]] = set()
 
     @classmethod
     def create(cls, folder: Path) -> Self:
@@ -42,26 +39,21 @@ class MetricsFile:
         file = os.fdopen(os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             _lock(file, folder)
-            content = file.read()
-            made = cls(file, end, _told(content[:end], folder / NAME, end, step))
+            content = file.read(end)
+            return cls(file, end, _told(content, folder / NAME, end, step))
         except BaseException:
             file.close()
             raise
-        for text in content[end:].splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # the last one may be torn
-                made.retold.add(_what(json.loads(text)))
-        return made
 
     def cut(self) -> None:
         """Drop what comes after `lines`."""
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
-    def write(self, line: dict[str, Any]) -> bool:
-        """Append a line; whether it is told for the first time."""
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line."""
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
-        return _what(line) not in self.retold
 
     def bring_down(self) -> int:
         """Bring all lines down to the disk; the bytes that they take."""
@@ -75,10 +67,6 @@ class MetricsFile:
 def is_evaluation(line: dict[str, Any]) -> bool:
     """Whether a line is an evaluation's, and not a step's."""
     return "validation_loss" in line
-
-
-def _what(line: dict[str, Any]) -> tuple[int, bool]:
-    return line["step"], is_evaluation(line)
 
 
 def _told(content: bytes, path: Path, end: int, step: int) -> list[dict[str, Any]]:

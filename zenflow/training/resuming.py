@@ -69,7 +69,7 @@ def take_up(config: TrainConfig, folder: Path, given: Sequence[str]) -> tuple[Tr
             f"resume={config.resume} goes on in the run's own folder, not in {folder}; leave out hydra.run.dir and -m."
         )
     if automatic and not all_of(run):
-        return replace(config, resume=None), _from_the_start(run)
+        return replace(config, resume=None), _unsaved(config, run)
     checkpoint = read_latest(place)
     state, saved = checkpoint.state, checkpoint.manifest.configuration
     if state.get("format") != FORMAT or saved.keys() != {"asked", "resolved"}:
@@ -80,8 +80,10 @@ def take_up(config: TrainConfig, folder: Path, given: Sequence[str]) -> tuple[Tr
     _check_same(saved["asked"], new, [""] if automatic else [_group(name) for name in given], run)
     changed = FREE if automatic else [name for name in FREE if name in map(_group, given)]
     going_on = replace(from_plain(_with(saved["asked"], new, changed)), resume=None)
-    loss = _check_length(going_on, run, state["step"], automatic)
-    return going_on, Resumption(state["step"], state, saved["resolved"], loss)
+    if going_on.steps < (step := state["step"]):
+        raise InputError(f"steps is {going_on.steps}, but {step} have been made; allowed: an integer >= {step}.")
+    loss = _finished(going_on, run, automatic) if place == run else None  # from a given checkpoint it goes on again
+    return going_on, Resumption(step, state, saved["resolved"], loss)
 
 
 def check_resolved(record: dict[str, Any], was: dict[str, Any], run: Path) -> None:
@@ -90,19 +92,22 @@ def check_resolved(record: dict[str, Any], was: dict[str, Any], run: Path) -> No
     _refuse_differences(there, here, run)
 
 
-def _from_the_start(run: Path) -> Resumption:
-    log.warning("no step of the run in %s has been saved; it begins again", run)
+def _unsaved(config: TrainConfig, run: Path) -> Resumption:
+    """A run without a checkpoint, under `auto`: it is finished, or begins again."""
     try:
         record = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{run / 'config.json'} is damaged; give another folder as hydra.run.dir.") from error
-    return Resumption(0, {}, record)
+    loss = _finished(config, run, automatic=True)
+    if loss is None and (run / "summary.json").exists():
+        raise InputError(f"The run in {run} is finished, and has no checkpoint from which it could make more steps.")
+    if loss is None:
+        log.warning("no step of the run in %s has been saved; it begins again", run)
+    return Resumption(0, {}, record, loss)
 
 
-def _check_length(config: TrainConfig, run: Path, step: int, automatic: bool) -> float | None:
-    """The loss of a run that is finished, under `auto`; else that is an error, and so are too few steps."""
-    if config.steps < step:
-        raise InputError(f"steps is {config.steps}, but {step} have been made; allowed: an integer >= {step}.")
+def _finished(config: TrainConfig, run: Path, automatic: bool) -> float | None:
+    """The loss of a run that is finished, under `auto`; without it InputError, unless there are more steps to make."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # it was killed before it could write it, or meanwhile

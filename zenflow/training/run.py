@@ -72,6 +72,8 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
         if config.resume is not None:
             config, resumption = take_up(config, folder, given)
         if resumption is not None and resumption.loss is not None:
+            if not resumption.state:
+                check_resolved(prepare(config).record, resumption.record, folder)
             log.info("the run in %s is finished", folder)
             return resumption.loss
         check(config, folder, goes_on=resumption is not None)
@@ -144,8 +146,6 @@ def _train(
         stack.callback(file.close)
         earlier = None if resumption is None else resumption.state.get("wandb_id")
         tracker = stack.enter_context(_tracking(config, folder, prepared.record, earlier))
-        if tracker is not None and tracker.id != earlier:
-            file.retold.clear()  # it has been told nothing
         history = _run(config, folder, prepared, tracker, file, resumption, request)
         summary = summarise(_subject(prepared), history) | {
             "wandb_id": None if tracker is None else tracker.id,
@@ -162,8 +162,7 @@ def _train(
 
 def _begin(folder: Path, prepared: Prepared) -> MetricsFile:
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "config.json", "x", encoding="utf-8") as file:
-        json.dump(prepared.record, file, indent=2)
+    _write_whole(folder / "config.json", prepared.record)
     return MetricsFile.create(folder)
 
 
@@ -232,11 +231,16 @@ def _rewind(folder: Path, record: dict[str, Any], file: MetricsFile, step: int) 
     file.cut()
     for name in ("summary.json", "summary.txt", "loss.png"):
         (folder / name).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-") as scratch:
-        made = Path(scratch) / "config.json"
-        made.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        made.rename(folder / "config.json")
+    _write_whole(folder / "config.json", record)
     log.info("the run goes on after step %d", step)
+
+
+def _write_whole(path: Path, value: dict[str, Any]) -> None:
+    """As JSON, whole or not at all, whatever kills the process."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as scratch:
+        made = Path(scratch) / path.name
+        made.write_text(json.dumps(value, indent=2), encoding="utf-8")
+        made.rename(path)
 
 
 def _trace_file(config: TrainConfig, folder: Path, start: int) -> Path | None:
@@ -299,7 +303,7 @@ def _subject(prepared: Prepared) -> Subject:
 
 def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history: History) -> None:
     text = table(summary)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    _write_whole(folder / "summary.json", summary)
     (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
     draws = find_spec("matplotlib") is not None
