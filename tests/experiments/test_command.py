@@ -136,7 +136,7 @@ def test_gradients_on_the_host_train(command):
 
 def test_the_help_says_what_a_run_leaves(command):
     outcome = command("--help")
-    words = (*ENGINE_PART, *FURTHER, "trace.json", "trace_steps", "summary.txt")
+    words = (*ENGINE_PART, *FURTHER, "trace.json", "trace_steps", "summary.txt", "checkpoint_every", "resume=auto")
     assert [word for word in words if word not in outcome.out] == []
 
 

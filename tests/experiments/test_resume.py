@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from tests.experiments.interrupted import (
     make_text,
     told,
 )
+from zenflow import background_save
 from zenflow.disk import DiskFullError
 from zenflow.training.checkpoints import all_of, command_for, folder_of, step_of
+from zenflow.training.loop import Loop
 from zenflow.training.run_state import random_states, set_random_states
 
 MODES = {
@@ -289,6 +292,35 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(command, words, mo
     assert run.code == 0
     assert [step_of(path) for path in all_of(run.folder)] == [4]
     assert run.out.count("NOT SAVED") == 4 and "bytes needed, 0 available" in run.out
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(command, words, monkeypatch):
+    """The file of step 4 is not written before step 7 has been made."""
+    save, stepping, made = background_save.checkpoint_folder.save, Loop._step, threading.Event()
+
+    def late(*arguments: object, **named: object) -> None:
+        assert made.wait(60)
+        save(*arguments, **named)
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == 7:
+            made.set()
+
+    monkeypatch.setattr(background_save.checkpoint_folder, "save", late)
+    monkeypatch.setattr(Loop, "_step", stepped)
+    run = command(*words, *ZENFLOW, "checkpoint_every=4")
+    assert run.code == 0 and [step_of(path) for path in all_of(run.folder)] == [12, 8]
+
+
+def test_an_error_while_a_checkpoint_is_written_reaches_the_run(command, words, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise ArithmeticError("no save")
+
+    monkeypatch.setattr(background_save.checkpoint_folder, "save", broken)
+    run = command(*words, "engine=adamw", "checkpoint_every=4")
+    assert run.code == 1 and "ArithmeticError: no save" in run.out
+    assert [line["step"] for line in run.metrics() if "loss" in line][:4] == [1, 2, 3, 4]
 
 
 def test_the_last_checkpoints_are_kept(command, words):
