@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -351,3 +352,9 @@ def test_the_command_that_goes_on_survives_shell_and_hydra(name):
     program, word = shlex.split(command_for(Path(name)))
     assert program == "zenflow-train"
     assert OverridesParser.create().parse_override(word).value() == name
+
+
+def test_another_torch_is_a_warning(command, saved, monkeypatch):
+    monkeypatch.setattr("zenflow.training.resuming.torch", types.SimpleNamespace(__version__="9.9"))
+    run = goes_on(command, saved.folder)
+    assert run.code == 0 and f"torch was {torch.__version__} and is 9.9" in run.out

@@ -17,9 +17,11 @@ import zenflow.training.run as running
 from tests.commands import Outcome
 from tests.experiments.interrupted import ENVIRONMENT, TINY, ZENFLOW, assert_same_run, contents, make_text, told
 from tests.processes import ends_within
+from zenflow.client import WorkerError
 from zenflow.disk import DiskFullError
 from zenflow.signals import Stopped, StopRequest, exit_code, signals_held
 from zenflow.training.checkpoints import all_of, step_of
+from zenflow.training.engines import ZenFlowRun
 from zenflow.training.loop import Loop
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
@@ -169,6 +171,7 @@ def test_what_cannot_be_saved_is_said(command, words, interrupting, monkeypatch,
 
 SECOND = """
 import os, signal, experiments.train
+from zenflow.training.engines import ZenFlowRun
 from zenflow.training.loop import Loop
 from zenflow.training.run_state import RunState
 step = Loop._step
@@ -222,3 +225,15 @@ def test_a_request_is_a_number_until_the_block_ends():
 def test_exit_codes_are_those_of_shells():
     assert [exit_code(Stopped(number, "")) for number in NUMBERS] == [130, 143]
     assert exit_code(KeyboardInterrupt()) == 130
+
+
+def test_a_state_that_cannot_be_had_is_said_too(command, words, interrupting, monkeypatch):
+    """As where the same signal has ended the CPU process."""
+
+    def gone(*_: object) -> None:
+        raise WorkerError("the CPU optimizer was killed by signal 15 (SIGTERM)")
+
+    monkeypatch.setattr(ZenFlowRun, "state_dict", gone)
+    interrupting(Loop, "_step", signal.SIGTERM, lambda loop, step: step == 2)
+    stopped = command(*words)
+    assert stopped.code == 143 and "killed by signal 15" in stopped.out and "could NOT be saved" in stopped.out

@@ -171,8 +171,8 @@ class Keeper:
         try:
             self._save(step)
             saved = self._settle()
-        except OSError as error:
-            log.error("%s", error)
+        except Exception as error:  # the disk, or a CPU process that the same signal has ended
+            log.error("NOT SAVED: %s", error)
             saved = False
         raise Stopped(self._request.number, f"interrupted by {name} after step {step:,}, {self._outlook(saved)}")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zenflow.training.checkpoints import all_of, read_latest, run_of
 from zenflow.training.errors import InputError
 from zenflow.training.run_state import FORMAT
@@ -76,6 +78,8 @@ def take_up(config: TrainConfig, folder: Path, given: Sequence[str]) -> tuple[Tr
         raise InputError(
             f"{checkpoint.folder} has the run format {state.get('format')!r}; this version reads {FORMAT}."
         )
+    if (torch_then := checkpoint.manifest.libraries.get("torch")) != str(torch.__version__):
+        log.warning("torch was %s and is %s, which may round otherwise: bits may differ", torch_then, torch.__version__)
     new = settled(config)
     _check_same(saved["asked"], new, [""] if automatic else [_group(name) for name in given], run)
     changed = FREE if automatic else [name for name in FREE if name in map(_group, given)]

@@ -217,6 +217,7 @@ def _run(
         )
         if saved:
             set_random_states(saved["random"], device)
+            saved.clear()  # it is the checkpoint's files, which could not be removed otherwise
         trace = _trace_file(config, folder, start)
         Loop(config, model, prepared.data, engine, recorder, timer, trace, keeper, start).run()
         if config.save_model:
