@@ -29,7 +29,8 @@ WARPS = 4
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
-CHUNK_TILES = 64  # the reference's int64 arithmetic on so many tiles at once stays in cache
+CHUNK_TILES = 64  # the reference's int64 arithmetic on so many tiles at once stays in a CPU's cache
+GPU_CHUNK_TILES = 8192  # on a GPU fewer and larger pieces: 64M elements
 
 # Bits of an fp32 number; LARGEST is above every bf16, and its upper half the largest finite one.
 SIGN_BIT, MAGNITUDE_BITS, INF_BITS, LARGEST_BITS, QUIET_BIT = 0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x400000
@@ -160,8 +161,9 @@ def round_stochastically_reference(x: Tensor, *, seed: int, step: int, stream: i
     """The same rounding by torch, on any device."""
     flat, size = x.reshape(-1), SPAN * LANES
     out = torch.empty_like(flat, dtype=torch.bfloat16)
-    for first in range(0, -(-flat.numel() // size), CHUNK_TILES):
-        piece = flat[first * size : (first + CHUNK_TILES) * size]
+    step_tiles = CHUNK_TILES if x.device.type == "cpu" else GPU_CHUNK_TILES
+    for first in range(0, -(-flat.numel() // size), step_tiles):
+        piece = flat[first * size : (first + step_tiles) * size]
         tiles = -(-piece.numel() // size)
         r = draws_reference(first, tiles, seed=seed, step=step, stream=stream, device=x.device)
         bits = piece.view(torch.int32).long()

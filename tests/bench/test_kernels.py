@@ -67,8 +67,11 @@ def test_with_a_gpu_ours_and_the_compiled_reference_stand_beside(bench, monkeypa
     monkeypatch.setattr(kernels.Session, "on_gpu", True)
     monkeypatch.setattr(torch, "compile", lambda run, **options: compiled.append(options) or run)
     monkeypatch.setattr(torch.compiler, "reset", lambda: compiled.append("reset"))
-    code, rows, printed = bench("--ops", "gather_channels", "fused_step_whole", "--sizes", "2K", "1K")
+    code, rows, printed = bench(
+        "--ops", "gather_channels", "fused_step_whole", "stochastic_rounding", "--sizes", "2K", "1K"
+    )  # fmt: skip
     assert code == 0
+    assert "torch.compile" not in {row["contestant"] for row in rows if row["op"] == "stochastic_rounding"}
     beside = [row["contestant"] for row in rows if row["op"] == "fused_step_whole" and row["numel"] == "1024"]
     assert beside == ["triton", "torch", "torch fused AdamW on fp32 masters", "torch.compile"]
     assert [row["contestant"] for row in rows if row["numel"] == "2048"].count("torch.compile") == 0

@@ -53,13 +53,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Op:
-    """`layouts` it is measured in, `moved` its bytes, `build` its contestants; `known` names the well-known kernel."""
+    """`layouts` it is measured in, `moved` its bytes, `build` its contestants; `known` names the well-known kernel.
+
+    `compiles`: torch.compile takes seconds for the reference, not many minutes.
+    """
 
     layouts: tuple[str, ...]
     moved: Callable[[Problem], Moved]
     build: Callable[[Problem], Work]
     known: str = ""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    compiles: bool = True
 
 
 CHANNELS = ("columns", "rows")
@@ -288,6 +292,8 @@ OPS = {
     "select_channels": Op(("columns",), _select_moved, _select_work, "torch.topk", (torch.bfloat16,)),
     "gather_channels": Op(CHANNELS, _gather_moved, _gather_work),
     "scatter_channels": Op(CHANNELS, _scatter_moved, _scatter_work),
-    "stochastic_rounding": Op(("whole",), _round_moved, _round_work, "rounding to nearest", (torch.bfloat16,)),
+    "stochastic_rounding": Op(
+        ("whole",), _round_moved, _round_work, "rounding to nearest", (torch.bfloat16,), compiles=False
+    ),
 }
 REFERENCE_NAMES = {"gather_channels": "torch.index_select", "scatter_channels": "torch.index_copy_"}

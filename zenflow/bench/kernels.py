@@ -63,7 +63,8 @@ def run(args: Namespace) -> int:
             measure_constants(session, op, problem)
     if session.on_gpu and not args.no_compile:
         for op, problem in smallest:
-            measure_compiled(session, op, problem)
+            if OPS[op].compiles:
+                measure_compiled(session, op, problem)
     print(session.save(final=True))
     print(f"written to {session.folder}")
     failed = any("error" in row for row in session.rows)
