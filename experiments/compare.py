@@ -11,8 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from zenflow.compare.config import CompareConfig, words_of
+from zenflow.training.command import run_command, run_job
 from zenflow.training.errors import InputError
-from zenflow.training.schema import run_command, run_job
 
 NAME = "zenflow-compare"
 HERE = Path(__file__).resolve().parent

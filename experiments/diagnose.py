@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from zenflow.diagnose.config import DiagnoseConfig
-from zenflow.training.schema import run_command, run_job
+from zenflow.training.command import run_command, run_job
 
 NAME = "zenflow-diagnose"
 HERE = Path(__file__).resolve().parent

@@ -6,7 +6,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from zenflow.training.schema import given_settings, run_command, run_job
+from zenflow.training.command import given_settings, run_command, run_job
 
 HERE = Path(__file__).resolve().parent
 CONF = next(folder for folder in (HERE / "conf", HERE.parent / "conf") if (folder / "train.yaml").is_file())

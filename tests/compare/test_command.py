@@ -17,7 +17,7 @@ import experiments.compare
 from tests.commands import SMOKE, runner
 from tests.diagnose.readme import README, commands
 from zenflow.compare.config import CompareConfig, CompareSettings, check_alike, check_settings, words_of
-from zenflow.training.schema import register
+from zenflow.training.command import register
 
 SHORT = (*SMOKE, "steps=8", "evaluate_every=4", "compare.warm_up=2")
 ROOT = Path(experiments.compare.__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from zenflow.diagnose import ceilings
 from zenflow.diagnose.config import DiagnoseConfig, check_settings
 from zenflow.diagnose.figures import Ceilings
 from zenflow.diagnose.verdict import Thresholds
-from zenflow.training.schema import register
+from zenflow.training.command import register
 
 SHORT = (*SMOKE, "diagnose.steps=21", "diagnose.warm_up=2", "diagnose.triad_bytes=65536")
 

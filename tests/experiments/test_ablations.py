@@ -16,8 +16,9 @@ from experiments.train import CONF
 from zenflow.report.runs import find, read
 from zenflow.report.study import studies
 from zenflow.training.checks import _check_values
+from zenflow.training.command import register
 from zenflow.training.engines import AdamW, check_masters, zenflow_config
-from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine, plain, register
+from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine, plain
 
 FILES = sorted((CONF / "experiment").glob("ablation_*.yaml"))
 SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")

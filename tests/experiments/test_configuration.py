@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from experiments.train import CONF
 from zenflow import ZenFlowConfig
-from zenflow.training.schema import TrainConfig, ZenFlowEngine, explain, plain, register
+from zenflow.training.command import explain, register
+from zenflow.training.schema import TrainConfig, ZenFlowEngine, plain
 
 SMOKE = ("debug=smoke", "plot=false", "threads=1")
 

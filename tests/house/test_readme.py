@@ -22,7 +22,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.deepspeed import DEEPSPEED_DEFAULTS, WITHOUT_EFFECT
 from zenflow.trace_view import main as trace_main
 from zenflow.training.checks import _check_trace, _check_values
-from zenflow.training.schema import register
+from zenflow.training.command import register
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

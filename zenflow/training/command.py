@@ -1,0 +1,238 @@
+"""A command and its jobs: the one file of the library that knows Hydra, which is imported only where it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zenflow.signals import exit_code
+from zenflow.training.errors import InputError
+from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from zenflow.training.sweep import Job
+
+log = logging.getLogger(__name__)
+
+
+class JobFailed(RuntimeError):
+    """A job of a sweep failed, and its own log says how."""
+
+
+def register() -> None:
+    """Make the schema known to Hydra; conf/train.yaml and conf/engine/*.yaml refer to it by these names."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
+    store = ConfigStore.instance()
+    store.store(name="base_train", node=TrainConfig)
+    store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
+    store.store(group="schema/engine", name="adamw", node=AdamWEngine)
+
+
+def _run_folder(resume: str | None, otherwise: str) -> str:
+    """Where a run is written: that which goes on stays where it is."""
+    from zenflow.training.checkpoints import run_of
+    from zenflow.training.resuming import AUTO
+
+    return otherwise if resume in (None, AUTO) else str(run_of(Path(str(resume)).expanduser().absolute()))
+
+
+def given_settings() -> list[str]:
+    """The settings and groups that the command line names, of a job that runs."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [word.partition("=")[0].lstrip("+~") for word in HydraConfig.get().overrides.task]
+
+
+def run_command(
+    job: Callable[[], None], name: str = "zenflow-train", after_sweep: Callable[[Path], None] | None = None
+) -> None:
+    """Run a `hydra.main` function as the command `name`: a user's mistake is one sentence, anything else a traceback.
+
+    Exits with 1 after either, and with 128 and the signal's number when interrupted. However a sweep ends,
+    `after_sweep` gets its folder.
+    """
+    global _sweep, _made
+    _sweep = _made = None
+    register()
+    # Hydra prints errors in its own way and exits, unless this tells it to raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        job()
+    except KeyboardInterrupt as stop:
+        sys.exit(exit_code(stop))
+    except Exception as error:
+        if (sentence := explain(error)) is None:
+            raise
+        if not isinstance(error, JobFailed):
+            _take_back_sweep()
+        sys.exit(f"{name}: {sentence}")
+    finally:
+        if after_sweep is not None and _sweep is not None and _sweep.is_dir():
+            after_sweep(_sweep)
+
+
+def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-train") -> float:
+    """Call `train`, of the command `name`, with the composed configuration as dataclasses and the job's own folder.
+
+    A job on its own exits with the user's mistake as one sentence, or with 1 where `train` has logged the traceback. In
+    a sweep JobFailed is raised: Hydra runs the other jobs, then raises the first of these.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    running = HydraConfig.get()
+    folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
+    try:
+        job = _note_job(folder) if sweep else None
+        config = OmegaConf.to_object(_with_variant(cfg, folder, part_of_sweep=sweep))
+        if job is not None:
+            job.name_run(config.tracking)
+        return train(config, folder, part_of_sweep=sweep)
+    except Exception as error:
+        known = isinstance(error, (InputError, MemoryError))
+        if sweep:
+            raise JobFailed(f"{folder}: {error if known else f'{error!r}, with its traceback in the log'}") from error
+        sys.exit(f"{name}: {error}" if known else 1)
+
+
+def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> DictConfig:
+    """`cfg`, or, where it has a variant, the configuration composed anew with the variant's words behind all others.
+
+    Errors: InputError if they do not fit. A job on its own then leaves no folder, one of a sweep the sentence in its
+    log.
+    """
+    from hydra import compose
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    if cfg.get("variant") is None:
+        return cfg
+    running = HydraConfig.get()
+    words = cfg.variant.split()
+    # What was given for the ablated engine is not for another that the variant takes in its place.
+    dropped = ("variant=", "engine.") if any(word.startswith("engine=") for word in words) else ("variant=",)
+    given = [word for word in running.overrides.task if not word.startswith(dropped)]
+    try:
+        varied = compose(running.job.config_name, [*given, *words])
+    except (HydraException, ValueError) as error:
+        sentence = f"variant is {cfg.variant!r}: {explain(error) or error}"
+        if part_of_sweep:
+            log.error("%s", sentence)
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()
+        raise InputError(sentence) from error
+    varied.variant = None
+    return varied
+
+
+def _note_job(folder: Path) -> Job:
+    """Leave in a job's folder which one of its sweep it is."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from zenflow.training.sweep import Job
+
+    running = HydraConfig.get()
+    sweep = Path(running.sweep.dir)
+    job = Job(folder, sweep.name, running.job.num, _swept(sweep, running.overrides.task))
+    job.leave_note()
+    return job
+
+
+_sweep: Path | None = None  # the folder of the sweep that runs
+_made: Path | None = None  # the same, if the sweep is to make it
+
+
+def sweep_watch() -> Any:
+    """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
+    from hydra.experimental.callback import Callback
+
+    class Watch(Callback):
+        def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+            global _sweep, _made
+            _sweep = Path(config.hydra.sweep.dir)
+            _made = None if _sweep.exists() else _sweep
+
+    return Watch()
+
+
+def _take_back_sweep() -> None:
+    """Remove what Hydra has made for a sweep of which no job ran."""
+    if _made is not None and [path.name for path in _made.glob("*")] in ([], ["multirun.yaml"]):
+        with suppress(OSError):
+            (_made / "multirun.yaml").unlink(missing_ok=True)
+            _made.rmdir()
+            _made.parent.rmdir()
+
+
+def _swept(sweep: Path, words: Sequence[str]) -> tuple[str, ...]:
+    """Those of a job's settings that its sweep varies; all of them under a sweeper that does not write which."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    if not (sweep / "multirun.yaml").is_file():
+        return tuple(words)
+    asked = OmegaConf.load(sweep / "multirun.yaml").hydra
+    given = [f"{name}={value}" for name, value in (asked.sweeper.get("params") or {}).items()]
+    parsed = OverridesParser.create().parse_overrides([*given, *asked.overrides.task])
+    varied = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    chosen = [word for word in words if word.partition("=")[0].lstrip("+") in varied]
+    return tuple(word.removeprefix("variant=").strip("'") for word in chosen)
+
+
+def explain(error: BaseException) -> str | None:
+    """The sentence for an error that is the user's to mend, None for any other (which deserves its traceback)."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, JobFailed):
+        return str(error)
+    # The job's own errors never come here bare: this is Hydra making the run's folder or writing to it.
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be written ({error.strerror}); give another folder as hydra.run.dir."
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
+        return f"{_group_without_option()} names no option; zenflow-train --help lists the options of each group."
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return _explain_key(cause)
+    return _one_line(error) if isinstance(error, (HydraException, OmegaConfBaseException)) else None
+
+
+def _group_without_option() -> str:
+    """The word on the command line that gives a group something that is no name, as `data=null` does."""
+    groups = [name for name, value in vars(TrainConfig()).items() if dataclasses.is_dataclass(value)]
+    groups += ["experiment", "debug"]
+    for word in sys.argv[1:]:
+        group, _, value = word.partition("=")
+        if group in groups and (value.lower() in ("null", "true", "false") or not value.isidentifier()):
+            return word
+    return "A group"
+
+
+def _explain_key(error: Any) -> str:
+    name, owner = str(error.full_key), error.object_type
+    parent, _, key = name.rpartition(".")
+    if dataclasses.is_dataclass(owner) and key not in (names := [item.name for item in dataclasses.fields(owner)]):
+        close = difflib.get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(sorted(names))}."
+        return f"{name} is no setting{' of ' + parent if parent else ''}: {hint}"
+    return f"{name}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    """What it says, without the notes that Hydra and OmegaConf append for themselves."""
+    return " ".join(re.split("full_key:|Config search path:|See https:", str(error))[0].split())
