@@ -176,6 +176,7 @@ def test_a_glue_task_is_learned_and_its_scores_are_in_every_record(command, tmp_
         assert summary[f"validation_{name}_before"] == lines[0][f"validation_{name}"]
         assert f"validation {name}" in table
     assert "perplexity" not in table and outcome.config()["data"]["task"] == task
+    assert summary["data"].startswith(f"glue, {task}, 24 samples")
 
 
 SAMPLES = [
