@@ -18,7 +18,7 @@ from torch import Tensor
 from zenflow.channel_state import full_state, full_step
 from zenflow.checkpoint_checks import FORMAT, State
 from zenflow.pipeline import Pipeline
-from zenflow.storage import Newcomer, ParamRecord, count_selected, is_deferred, matrix_shape
+from zenflow.storage import Newcomer, ParamRecord, count_channels, count_selected, is_deferred
 from zenflow.window import ClockState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,10 +90,9 @@ def _entry_from_adamw(pipeline: Pipeline, newcomer: Newcomer, entry: dict[str, A
             what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
             raise ValueError(f"{name} of {newcomer.name} is {what}; allowed are numbers of shape {tuple(param.shape)}")
     converted = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
-    rows, cols = matrix_shape(param)
-    channels = cols if config.channel_dim == "column" else rows
     if not is_deferred(config, param):
         return converted | {"step": torch.full((1,), int(t), dtype=torch.int64, device="cpu"), "whole": True}
+    channels = count_channels(config, param)
     return converted | {
         "step": torch.full((channels,), int(t), dtype=torch.int64, device="cpu"),
         "whole": False,

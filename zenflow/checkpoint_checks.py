@@ -13,7 +13,7 @@ from zenflow_kernels.control import LOG_FINITE, LOG_WORDS, STAMP_WORDS
 from zenflow.checks import group_hyper
 from zenflow.config import ZenFlowConfig
 from zenflow.pipeline import Pipeline
-from zenflow.storage import Newcomer, count_selected, is_deferred, matrix_shape
+from zenflow.storage import Newcomer, count_channels, count_selected, is_deferred
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
 FORMAT = 2
@@ -134,12 +134,12 @@ def _check_logs(engine: dict[str, Any], n_groups: int) -> None:
     """The running window's scalars, one row a step and five numbers a group, and presence, by parameter."""
     rows = engine["hyper_log"]
     if not all(isinstance(row, list) and all(_is_scalars(group) for group in row) for row in rows):
-        raise ValueError("hyper_log in the state does not hold five numbers a group")
+        raise ValueError(f"hyper_log is {rows!r:.200} in the state; allowed are five numbers a group and step")
     if rows and not max(map(len, rows)) == min(map(len, rows)) <= n_groups:
         raise ValueError(f"hyper_log in the state has rows of {list(map(len, rows))} groups; there are {n_groups}")
     rows = engine["present_log"]
     if not all(isinstance(row, dict) and all(isinstance(had, bool) for had in row.values()) for row in rows):
-        raise ValueError("present_log in the state does not hold a dict of booleans a step")
+        raise ValueError(f"present_log is {rows!r:.200} in the state; allowed is a dict of booleans a step")
 
 
 def _check_uploads(uploads: dict[str, Any]) -> None:
@@ -161,8 +161,7 @@ def _is_numbers(values: Iterable[Any]) -> bool:
 
 def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any]) -> None:
     param, deferred = newcomer.param, is_deferred(config, newcomer.param)
-    rows, cols = matrix_shape(param)
-    channels = (cols if config.channel_dim == "column" else rows) if deferred else 1
+    channels = count_channels(config, param) if deferred else 1
     shapes = {name: (tuple(param.shape), torch.float32) for name in STATES} | {"step": ((channels,), torch.int64)}
     required = [*shapes, "whole", *(("selected", "owned", "count") if deferred else ())]
     missing = [name for name in required if name not in entry]
@@ -179,12 +178,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         shapes["selected"] = (n,), torch.int64
         shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
     for name, (shape, dtype) in shapes.items():
-        found = entry[name]
-        if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
-            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
-            raise ValueError(
-                f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}"
-            )
+        _check_tensor(newcomer, name, entry[name], shape, dtype)
     for name in STATES:
         if entry[name].isnan().any():
             raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
@@ -197,6 +191,12 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         raise ValueError(
             f"selected of {newcomer.name} must rise strictly within [0, {channels}), got {entry['selected']}"
         )
+
+
+def _check_tensor(newcomer: Newcomer, name: str, found: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise ValueError(f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}")
 
 
 def _check_window(engine: dict[str, Any], newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
@@ -215,12 +215,11 @@ def _check_window(engine: dict[str, Any], newcomer: Newcomer, entry: dict[str, A
 
 def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]) -> None:
     expected = [position for position, had in enumerate(present) if had]
-    if not isinstance(gradients, dict) or sorted(gradients) != expected:
-        found = sorted(gradients) if isinstance(gradients, dict) else repr(gradients)
+    if not isinstance(gradients, dict) or set(gradients) != set(expected):
+        found = list(gradients) if isinstance(gradients, dict) else repr(gradients)
         raise ValueError(f"gradients of {newcomer.name} are {found} in the state; allowed are its steps {expected}")
     for grad in gradients.values():
-        if not isinstance(grad, Tensor) or grad.shape != newcomer.param.shape or grad.dtype != newcomer.param.dtype:
-            raise ValueError(f"gradients of {newcomer.name} in the state are not of its shape and dtype")
+        _check_tensor(newcomer, "a gradient", grad, tuple(newcomer.param.shape), newcomer.param.dtype)
 
 
 def _is_scalars(row: Any) -> bool:

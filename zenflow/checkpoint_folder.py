@@ -34,7 +34,6 @@ from zenflow.state_tree import flatten, restore
 FORMAT = "zenflow-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-METADATA = {"format": "pt"}  # of a shard: what Hugging Face's files say
 SHARD_BYTES = 4 * 2**30
 LEFTOVER = ".zenflow-partial"  # the end of the hidden names
 _SHARD = re.compile(r"shard-\d{5}\.safetensors")
@@ -91,7 +90,7 @@ def save(
     with room_for(folder, needed), _scratch(folder.parent) as scratch:
         check_room(folder, needed)
         for entry, tensors in zip(body["shards"], shards, strict=True):
-            entry["sha256"] = safetensors_file.write(scratch / entry["file"], tensors, METADATA)
+            entry["sha256"] = safetensors_file.write(scratch / entry["file"], tensors, safetensors_file.METADATA)
         _write(scratch / MANIFEST, _manifest_text(body))
         sync(scratch)
         os.rename(scratch, folder)
@@ -157,7 +156,7 @@ def _prepare(
         "shards": [
             {
                 "file": f"shard-{number:05}.safetensors",
-                "bytes": safetensors_file.file_bytes(shard, METADATA),
+                "bytes": safetensors_file.file_bytes(shard, safetensors_file.METADATA),
                 "sha256": "0" * 64,
                 "tensors": list(shard),
             }

@@ -1,9 +1,10 @@
-"""What may go wrong with a disk, in numbers, and bringing a folder's names down to it."""
+"""Room on a disk, in numbers; files that are whole or not there; names that outlive a power cut."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,18 @@ def room_for(path: Path, needed: int) -> Iterator[None]:
 
 def _too_full(number: int, path: Path, needed: int, available: int) -> DiskFullError:
     return DiskFullError(number, f"no room: {needed:,} bytes needed, {available:,} available", str(path))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path`, for a file that takes its place at the block's end; whoever reads `path` meanwhile sees the
+    old file, and so does everybody if the block fails."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

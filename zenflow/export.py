@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from zenflow import safetensors_file
 from zenflow.channel_state import full_master
-from zenflow.disk import check_room, room_for, sync
+from zenflow.disk import check_room, replacing, room_for, sync
 from zenflow.pipeline import Pipeline
 
 
 def full_precision(pipeline: Pipeline, model: nn.Module) -> dict[str, Tensor]:
-    """`model.state_dict()` on the CPU, in memory of its own, with masters for weights; waits for the worker.
-
-    Weights without a state are given in fp32 as they are, buffers in their own dtype; names that share a weight share
-    its master. ValueError names what is no tensor.
-    """
+    """`with_masters`, all in memory of its own; weights without a state are given in fp32 as they are. Waits for the
+    worker."""
     pipeline.wait_for_worker()
     records = {id(record.param): record for record in pipeline.records}
+
+    def master(weight: Parameter) -> Tensor:
+        record = records.get(id(weight))
+        return weight.detach().to("cpu", torch.float32, copy=True) if record is None else full_master(record)
+
+    return with_masters(model, master)
+
+
+def with_masters(model: nn.Module, master: Callable[[Parameter], Tensor]) -> dict[str, Tensor]:
+    """`model.state_dict()` on the CPU, with `master(weight)` for each weight and buffers in their own dtype.
+
+    Names that share a weight share its master. ValueError names what is no tensor.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     masters: dict[int, Tensor] = {}
     state = {}
@@ -35,9 +45,7 @@ def full_precision(pipeline: Pipeline, model: nn.Module) -> dict[str, Tensor]:
             state[name] = tensor.to("cpu", copy=True)
             continue
         if id(weight) not in masters:
-            record = records.get(id(weight))
-            master = weight.detach().to("cpu", torch.float32, copy=True) if record is None else full_master(record)
-            masters[id(weight)] = master.view(weight.shape)
+            masters[id(weight)] = master(weight).view(weight.shape)
         state[name] = masters[id(weight)]
     return state
 
@@ -55,15 +63,10 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) ->
         first.setdefault(id(tensor), name)
     kept = {name: weights[name] for name in first.values()}
     safetensors_file.check_dtypes(kept)
-    metadata = {"format": "pt"}
-    metadata |= {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    aliases = {name: first[id(tensor)] for name, tensor in weights.items() if first[id(tensor)] != name}
+    metadata = safetensors_file.METADATA | aliases
     needed = safetensors_file.file_bytes(kept, metadata)
     check_room(path, needed)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with room_for(path, needed):
-        try:
-            safetensors_file.write(partial, kept, metadata)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with room_for(path, needed), replacing(path) as partial:
+        safetensors_file.write(partial, kept, metadata)
     sync(path.parent)

@@ -34,6 +34,7 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 ALIGNMENT = 8
+METADATA = {"format": "pt"}  # what Hugging Face's own files say
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:

@@ -35,9 +35,7 @@ class _Flattener:
         self._reserved = {"", "__metadata__"}  # a safetensors file means something else by it
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Tree:
-        if value is None or isinstance(value, bool | str):
-            return value
-        if type(value) is int:
+        if value is None or isinstance(value, bool | str) or type(value) is int:
             return value
         if isinstance(value, float):
             number = float(value)

@@ -44,6 +44,12 @@ def matrix_shape(param: Tensor) -> tuple[int, int]:
     return param.shape[0], param[0].numel() if param.shape[0] else 0
 
 
+def count_channels(config: ZenFlowConfig, param: Tensor) -> int:
+    """How many channels a parameter matrix has: its columns or its rows, as `channel_dim` says."""
+    rows, cols = matrix_shape(param)
+    return cols if config.channel_dim == "column" else rows
+
+
 def count_selected(config: ZenFlowConfig, channels: int) -> int:
     """How many of a matrix's channels are selected: 0 if k = 0, else `max(1, round(k * channels))`."""
     return 0 if config.topk_ratio == 0 else min(channels, max(1, round(config.topk_ratio * channels)))
@@ -53,8 +59,7 @@ def is_deferred(config: ZenFlowConfig, param: Tensor) -> bool:
     """Whether any of the parameter's channels is left to the CPU optimizer."""
     if param.dim() < 2 or param.numel() < max(1, config.min_deferred_numel):
         return False
-    rows, cols = matrix_shape(param)
-    channels = cols if config.channel_dim == "column" else rows
+    channels = count_channels(config, param)
     return count_selected(config, channels) < channels
 
 

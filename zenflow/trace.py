@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from zenflow.disk import replacing
 from zenflow.telemetry import DeviceClock
 from zenflow.trace_view import TRACKS, main, overlap_summary, render
 
@@ -126,12 +127,8 @@ class Tracer:
         """Wait for the device and write all that was traced so far. A reader never sees half a file."""
         path = Path(path)
         document = {"traceEvents": self._events(), "displayTimeUnit": "ms", "otherData": self._about()}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with replacing(path) as partial:
             partial.write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _close_oldest(self) -> None:
         assert self._device_time is not None

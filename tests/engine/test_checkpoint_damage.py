@@ -18,7 +18,7 @@ SHAPES = [(6, 10), (5,), (4, 6)]
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 3}
 REMOVED = object()
 JUNK = [
-    REMOVED, None, "x", b"x", -1, 2**40, 1.5, float("nan"), True, [], {}, (), [None], {"a": 1}, {0: None},
+    REMOVED, None, "x", b"x", -1, 2**40, 1.5, float("nan"), True, [], {}, (), [None], {"a": 1, 0: 2}, {0: None},
     torch.zeros(2), torch.zeros(3, 5, dtype=torch.int64), torch.tensor(float("nan")), torch.full((10,), -5),
     torch.zeros(0),
 ]  # fmt: skip

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zenflow.disk import replacing
+
 
 def write(path: Path, content: bytes | str) -> None:
     """Write text as UTF-8, or bytes; whoever reads `path` meanwhile sees the old file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

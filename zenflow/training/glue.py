@@ -147,9 +147,8 @@ def _table(path: Path, task: Task, keep: Callable[[dict[str, str]], bool] = lamb
         if len(values) < needed or not row[task.label]:
             damaged.append(number)
         elif keep(row):
-            texts = tuple(row[column] for column in task.texts)
             label = _label(row[task.label], task, f"{path}, line {number}: {task.label}")
-            samples.append((texts if len(texts) == 2 else texts[0], label))
+            samples.append((_text([row[column] for column in task.texts]), label))
     if damaged:
         told = f"{path}, line {damaged[0]} lacks columns: {needed} tab-separated ones are needed, the label not empty"
         if len(damaged) > DAMAGED * len(lines):
@@ -161,10 +160,14 @@ def _table(path: Path, task: Task, keep: Callable[[dict[str, str]], bool] = lamb
 def _json(path: Path, task: Task) -> list[Sample]:
     samples = []
     for place, record in json_records(path):
-        texts = tuple(text_of(record, name, path, place) for name in task.fields or task.texts)
+        texts = [text_of(record, name, path, place) for name in task.fields or task.texts]
         label = _label(value_of(record, "label", path, place), task, f"{path}, {place}: label")
-        samples.append((texts if len(texts) == 2 else texts[0], label))
+        samples.append((_text(texts), label))
     return samples
+
+
+def _text(columns: list[str]) -> Text:
+    return columns[0] if len(columns) == 1 else (columns[0], columns[1])
 
 
 def _mrpc_raw(path: Path, dev_ids: Path) -> tuple[list[Sample], list[Sample]]:

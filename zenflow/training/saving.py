@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from zenflow.export import with_masters
 from zenflow.training.models import HEAD, WEIGHTS, CausalModel, Classifier, TinyModel, Tokenizer
 
 
@@ -28,27 +29,14 @@ def save_model(model: nn.Module, tokenizer: Tokenizer, master: Callable[[Paramet
         tokenizer.save(made)
         if isinstance(model, TinyModel):
             (made / "config.json").write_text(json.dumps(model.sizes, indent=2), encoding="utf-8")
-            torch.save(_in_fp32(model, master), made / WEIGHTS)
+            torch.save(with_masters(model, master), made / WEIGHTS)
         elif isinstance(model, CausalModel):
             _save_pretrained(model.model, master, made)
         else:
             assert isinstance(model, Classifier)
             _save_pretrained(model.encoder, master, made)
-            torch.save(_in_fp32(model.head, master), made / HEAD)
+            torch.save(with_masters(model.head, master), made / HEAD)
         made.rename(folder)
-
-
-def _in_fp32(model: nn.Module, master: Callable[[Parameter], Tensor]) -> dict[str, Tensor]:
-    """The state dict on the CPU with masters for weights; names that share a weight share its master."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    masters: dict[int, Tensor] = {}
-    state = {}
-    for name, tensor in model.state_dict().items():
-        weight = weights.get(name)
-        if weight is not None and id(weight) not in masters:
-            masters[id(weight)] = master(weight)
-        state[name] = tensor.cpu() if weight is None else masters[id(weight)]
-    return state
 
 
 def _save_pretrained(model: nn.Module, master: Callable[[Parameter], Tensor], folder: Path) -> None:
@@ -59,6 +47,6 @@ def _save_pretrained(model: nn.Module, master: Callable[[Parameter], Tensor], fo
         transformers_logging.disable_progress_bar()
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
-    twin.load_state_dict(_in_fp32(model, master), assign=True)
+    twin.load_state_dict(with_masters(model, master), assign=True)
     twin.tie_weights()
     twin.save_pretrained(folder)
