@@ -217,11 +217,13 @@ def test_a_run_that_another_process_writes_is_refused(command, saved):
     assert contents(saved.folder) == before
 
 
-@pytest.mark.parametrize("what", ["cut", "changed"])
+@pytest.mark.parametrize("what", ["cut", "changed", "missing"])
 def test_metrics_that_are_not_what_the_checkpoint_saw_are_refused(command, saved, what):
     path = saved.folder / "metrics.jsonl"
     text = path.read_text()
     path.write_text(text[:200] if what == "cut" else text.replace('"step": 2,', '"step": 3,', 1))
+    if what == "missing":
+        path.unlink()
     before = contents(saved.folder)
     refused = goes_on(command, saved.folder)
     assert refused.code == 1 and str(path) in refused.err

@@ -36,7 +36,10 @@ class MetricsFile:
 
         Errors: InputError if another process writes it, or if it is not what it was.
         """
-        file = os.fdopen(os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            file = os.fdopen(os.open(folder / NAME, os.O_RDWR | (0 if end else os.O_CREAT), 0o666), "r+b")
+        except OSError as error:
+            raise InputError(f"{folder / NAME} cannot be opened ({error.strerror}); resume goes on with it.") from error
         try:
             _lock(file, folder)
             content = file.read(end)
