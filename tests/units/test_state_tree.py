@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 from torch import nn
 
+from tests.units.states import assert_same
 from zenflow.state_tree import flatten, restore
 
 KEYS = draw.text(max_size=5) | draw.integers() | draw.sampled_from(["$tensor", "$", "a.b", "", "0"])
@@ -32,25 +33,6 @@ TREES = draw.recursive(
 def there_and_back(state: Any) -> Any:
     tree, tensors = flatten(state)
     return restore(json.loads(json.dumps(tree, allow_nan=False)), tensors)
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        assert [type(key) for key in actual] == [type(key) for key in expected]
-        for key in expected:
-            assert_same(actual[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, float):
-        assert actual.hex() == expected.hex()
-    else:
-        assert actual == expected
 
 
 @given(TREES)

@@ -1,0 +1,27 @@
+"""Nested states compared to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """The same types, keys in the same order, and bits: of tensors, which need not lie alike, and of numbers."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert [(type(key), key) for key in actual] == [(type(key), key) for key in expected]
+        for key in expected:
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.reshape(-1).view(torch.uint8).tolist() == expected.reshape(-1).view(torch.uint8).tolist()
+    elif isinstance(expected, float):
+        assert actual.hex() == expected.hex()
+    else:
+        assert actual == expected
