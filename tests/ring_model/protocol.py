@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.ring_model.explore import COMPUTE, COPIES, LOST, UPLOADS, Op, Program
-from tests.ring_model.memory import Memory
-from tests.ring_model.setup import ORDERS, Sent, Setup, Stream, items
+from tests.ring_model.actors import Actors, items
+from tests.ring_model.explore import COPIES, LOST, Op, Program
+from tests.ring_model.setup import ORDERS, Setup
+
+Sent = tuple[int, int, int]  # bucket, window, sequence number
 
 
 def build(setup: Setup) -> Program:
@@ -22,19 +24,13 @@ def build(setup: Setup) -> Program:
     return _Run(setup).build()
 
 
-class _Run(Memory):
+class _Run(Actors):
     """Goes through a run as the trainer's thread does, and notes what each actor has to do."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.window = 1
         self.running: list[int] = []  # the steps of the running window
-        self.host: list[Op] = []
-        self.compute, self.copies, self.uploads = (Stream(actor, self.host) for actor in (COMPUTE, COPIES, UPLOADS))
-        self.worker: list[Op] = []
-        self.done = self._cell("done", counter=True)
-        self.told = self._cell("exchange ordered", counter=True)
-        self.answered = self._cell("exchange answered", counter=True)
         self.exchanges = 0
         self.sent = 0
         self.pending: list[Sent] = []
@@ -47,26 +43,6 @@ class _Run(Memory):
         self.leaving = False  # gradients are on their way
         self.visible = 0  # the window that the deferred weights show
         self.owned = 0  # the step whose selected masters the weights show
-
-    def _has(self, order: str) -> bool:
-        assert order in ORDERS, order
-        return order not in self.setup.without
-
-    # The host's own operations
-
-    def _host(self, key: tuple, where: str, **parts: object) -> None:
-        self.host.append(Op(key, where, **parts))
-
-    def _wait_done(self, seq: int) -> None:
-        if seq:
-            self._host(
-                ("wait for", seq), "zenflow.client:WorkerClient.wait_done", until=((self.done, seq),), asks="wait"
-            )
-
-    def _synchronize(self, stream: Stream, where: str) -> None:
-        self._host(("synchronize", stream.actor), where, after=(stream.event(),))
-
-    # The run
 
     def build(self) -> Program:
         setup = self.setup

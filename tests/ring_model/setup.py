@@ -1,12 +1,8 @@
-"""What is modelled, the orders that can be left out, and streams that collect what is queued on them."""
+"""What is modelled, and the orders that can be left out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from tests.ring_model.explore import HOST, Op, Stamp
-
-Sent = tuple[int, int, int]  # bucket, window, sequence number
+from dataclasses import dataclass
 
 # Each is one wait or one sequence in the engine; DESIGN's letters. `Setup.without` takes some away.
 ORDERS = {
@@ -56,44 +52,3 @@ class Setup:
 
     def __post_init__(self) -> None:
         assert self.without <= ORDERS.keys(), self.without - ORDERS.keys()
-
-
-@dataclass
-class Stream:
-    """An actor's operations so far, and what holds back the next one."""
-
-    actor: int
-    host: list[Op]
-    ops: list[Op] = field(default_factory=list)
-    after: dict[int, int] = field(default_factory=dict)
-    until: list[tuple[int, int]] = field(default_factory=list)
-
-    def event(self) -> tuple[int, int]:
-        """A point of the stream: all that is queued now."""
-        if self.after or self.until:
-            self.push(("wait",), "torch.cuda:Stream.wait_event")
-        return self.actor, len(self.ops)
-
-    def wait_event(self, event: tuple[int, int]) -> None:
-        actor, count = event
-        if count:
-            self.after[actor] = max(count, self.after.get(actor, 0))
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.event())
-
-    def wait_word(self, cell: int, least: int) -> None:
-        self.until.append((cell, least))
-
-    def push(
-        self, key: tuple, where: str, reads: dict[int, Stamp] | None = None, writes: dict[int, Stamp] | None = None
-    ) -> None:
-        """Queue an operation: the host launches it, the stream carries it out."""
-        self.host.append(Op(("launch", *key), where))
-        after = {**self.after, HOST: len(self.host)}
-        self.ops.append(Op(key, where, tuple(sorted(after.items())), tuple(self.until), items(reads), items(writes)))
-        self.after, self.until = {}, []
-
-
-def items(stamps: dict[int, Stamp] | None) -> tuple[tuple[int, Stamp], ...]:
-    return tuple((stamps or {}).items())

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.ring_model.actors import Stream
 from tests.ring_model.explore import ACTORS, COMPUTE, COPIES, HOST, UPLOADS, Op
 from tests.ring_model.protocol import build
-from tests.ring_model.setup import Setup, Stream
+from tests.ring_model.setup import Setup
 from zenflow import ZenFlow
 from zenflow import pipeline as pipeline_module
 from zenflow.client import WorkerClient
