@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+    "OMP_NUM_THREADS": "1",
+}  # of a new one
 SMOKE = ("debug=smoke", "threads=1")
+BRIEF = (*SMOKE, "plot=false", "steps=4", "evaluate_every=null")
 
 
 @dataclass

@@ -18,8 +18,6 @@ from zenflow.training.checkpoints import folder_of, step_of
 from zenflow.training.loop import Loop
 from zenflow.training.tiny import TinyBlock
 
-ROOT = Path(experiments.train.__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 STEPS = 12
 TINY = (
     *("debug=smoke", "threads=1", "plot=false", "evaluate_every=null", f"steps={STEPS}", "batch_size=4"),

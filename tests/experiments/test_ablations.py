@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch.nn import Parameter
 
 from experiments.train import CONF
+from tests.commands import BRIEF
 from zenflow.report.runs import find, read
 from zenflow.report.study import studies
 from zenflow.training.checks import _check_values
@@ -21,7 +22,6 @@ from zenflow.training.engines import AdamW, check_masters, zenflow_config
 from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine, plain
 
 FILES = sorted((CONF / "experiment").glob("ablation_*.yaml"))
-SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
 # What a file is for, and the values that are tried at least.
 VARIED = {
     "ablation_topk_ratio": ("topk_ratio", {0.01, 0.05, 0.1, 1}),
@@ -86,7 +86,7 @@ def test_a_file_begins_with_the_command_that_runs_it(path):
 
 
 def test_an_ablation_runs_by_one_command_and_is_told_apart_in_a_report(command):
-    outcome = command("experiment=ablation_masters", *SMOKE, "seed=0,1")
+    outcome = command("experiment=ablation_masters", *BRIEF, "seed=0,1")
     assert outcome.code == 0, outcome.err
     (study,) = studies([read(folder) for folder in find([outcome.folder])], [], {})
     assert [setting.name for setting in study.settings] == ["adamw", "adamw_bf16", "zero_offload", "zenflow"]
@@ -98,7 +98,7 @@ def test_an_ablation_runs_by_one_command_and_is_told_apart_in_a_report(command):
 
 
 def test_what_is_given_for_the_engine_is_not_for_its_baselines(command):
-    outcome = command("experiment=ablation_engine", *SMOKE, "seed=0", "engine.update_interval=2")
+    outcome = command("experiment=ablation_engine", *BRIEF, "seed=0", "engine.update_interval=2")
     assert outcome.code == 0, outcome.err
     engines = [outcome.config(job)["engine"] for job in "0123"]
     assert [engine.get("update_interval") for engine in engines] == [None, None, 1, 2]
@@ -107,7 +107,7 @@ def test_what_is_given_for_the_engine_is_not_for_its_baselines(command):
 
 
 def test_a_variant_that_does_not_fit_fails_alone_and_says_why(command):
-    outcome = command("-m", *SMOKE, "variant='engine=adamw','engine.topk_ration=1','engine.topk_ratio=1'")
+    outcome = command("-m", *BRIEF, "variant='engine=adamw','engine.topk_ration=1','engine.topk_ratio=1'")
     assert outcome.code == 1
     assert "variant is 'engine.topk_ration=1'" in outcome.err and "did you mean topk_ratio" in outcome.err
     assert "did you mean topk_ratio" in (outcome.folder / "1" / "train.log").read_text()
@@ -125,7 +125,7 @@ def test_a_variant_that_does_not_fit_fails_alone_and_says_why(command):
     ],
 )
 def test_a_bad_variant_or_engine_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):
-    outcome = command(*SMOKE, override)
+    outcome = command(*BRIEF, override)
     assert outcome.code == 1
     assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
     assert [word for word in words if word not in outcome.err] == []
@@ -145,7 +145,7 @@ def test_without_delay_every_engine_follows_adamw_on_bf16_weights(command, tmp_p
 
     That moves these losses by 2e-5 of their value; weights without masters by 8e-4.
     """
-    settings = (*SMOKE, "steps=8", "model.dtype=bfloat16", "optimizer.weight_decay=0.1")
+    settings = (*BRIEF, "steps=8", "model.dtype=bfloat16", "optimizer.weight_decay=0.1")
     reference = command(*settings, "engine=adamw", folder=tmp_path / "adamw")
     outcome = command(*settings, "engine.min_deferred_numel=64", *engine.split(), folder=tmp_path / "zenflow")
     losses = [[record["loss"] for record in run.metrics() if "loss" in record] for run in (outcome, reference)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import experiments.train
 import zenflow
+from tests.commands import BRIEF, ENVIRONMENT
 from zenflow.telemetry import StepRecord
 
-ROOT = Path(experiments.train.__file__).resolve().parents[1]
-SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
 ENGINE_PART = {item.name for item in dataclasses.fields(StepRecord)} - {"step", "seconds", "staleness"}
 FURTHER = ("staleness", "deferred_step", "deferred_lr", "tokens", "elapsed_seconds")
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 
 
 def test_smoke_runs_the_whole_path(command):
@@ -49,7 +45,7 @@ def test_smoke_runs_the_whole_path(command):
 
 @pytest.mark.parametrize("engine", ["adamw", "zero_offload"])
 def test_the_comparison_engines_run(command, engine):
-    outcome = command(*SMOKE, f"engine={engine}")
+    outcome = command(*BRIEF, f"engine={engine}")
     assert outcome.code == 0
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [bool(ENGINE_PART & line.keys()) for line in steps] == [engine == "zero_offload"] * 4
@@ -65,7 +61,7 @@ def test_the_comparison_engines_run(command, engine):
     ],
 )
 def test_without_delay_every_engine_follows_adamw(command, tmp_path, engine):  # G7
-    settings = (*SMOKE, "steps=8", "engine.min_deferred_numel=64")
+    settings = (*BRIEF, "steps=8", "engine.min_deferred_numel=64")
     reference = command(*settings[:-1], "engine=adamw", folder=tmp_path / "adamw")
     outcome = command(*settings, *engine.split(), folder=tmp_path / "zenflow")
     losses = [[record["loss"] for record in run.metrics() if "loss" in record] for run in (outcome, reference)]
@@ -74,7 +70,7 @@ def test_without_delay_every_engine_follows_adamw(command, tmp_path, engine):  #
 
 
 def test_bfloat16_weights_and_accumulation_run(command):
-    outcome = command(*SMOKE, "model.dtype=bfloat16", "accumulate=2", "batch_size=4")
+    outcome = command(*BRIEF, "model.dtype=bfloat16", "accumulate=2", "batch_size=4")
     assert outcome.code == 0
     assert outcome.config()["model"]["dtype"] == "bfloat16"
     assert outcome.summary()["tokens"] == 4 * 2 * 4 * 64
@@ -82,7 +78,7 @@ def test_bfloat16_weights_and_accumulation_run(command):
 
 def test_each_step_s_traffic_is_in_its_own_line(command):
     """Windows of 2 steps without selections after the first: down at a window's end, up one window later."""
-    outcome = command(*SMOKE, "steps=7", "engine.update_interval=2", "engine.upload=step", "log_every=100")
+    outcome = command(*BRIEF, "steps=7", "engine.update_interval=2", "engine.upload=step", "log_every=100")
     steps = [record for record in outcome.metrics() if "loss" in record]
     moved = [(line["bytes_to_host"] > 0, line["bytes_to_device"] > 0) for line in steps[1:]]
     assert moved == [(True, False), (False, False), (True, True), (False, False), (True, True), (False, False)]
@@ -98,7 +94,7 @@ def test_a_failing_step_loses_no_line(command, monkeypatch):
         step(optimizer)
 
     monkeypatch.setattr(zenflow.ZenFlow, "step", fail)
-    outcome = command(*SMOKE, "steps=16", "log_every=100")
+    outcome = command(*BRIEF, "steps=16", "log_every=100")
     assert outcome.code == 1 and "no seventh step" in outcome.out + outcome.err
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -106,7 +102,7 @@ def test_a_failing_step_loses_no_line(command, monkeypatch):
 
 
 def test_a_trace_of_some_steps_and_its_picture(command):
-    outcome = command(*SMOKE, "steps=12", "trace=some.json", "trace_steps=[5,8]")
+    outcome = command(*BRIEF, "steps=12", "trace=some.json", "trace_steps=[5,8]")
     assert outcome.code == 0
     events = json.loads((outcome.folder / "some.json").read_text())["traceEvents"]
     assert len([event for event in events if event["name"] == "optimizer step"]) == 4
@@ -122,7 +118,7 @@ def test_a_trace_of_some_steps_and_its_picture(command):
 
 def test_gradients_on_the_host_train(command):
     """The same windows, summed by the CPU optimizer, give the same losses; replay gives others."""
-    settings = (*SMOKE, "steps=12", "engine.min_deferred_numel=64")
+    settings = (*BRIEF, "steps=12", "engine.min_deferred_numel=64")
     losses = []
     for number, rule in enumerate(
         ("", "engine.accumulate_on=host", "engine.accumulate_on=host engine.deferred_rule=replay")
@@ -143,28 +139,28 @@ def test_the_help_says_what_a_run_leaves(command):
 def test_a_sweep_with_a_typo_leaves_nothing(command, tmp_path):
     (tmp_path / "kept").mkdir()
     for folder in (tmp_path / "out" / "sweep", tmp_path / "kept"):
-        outcome = command("-m", *SMOKE, "engine.topk_ration=0.1,0.2", folder=folder)
+        outcome = command("-m", *BRIEF, "engine.topk_ration=0.1,0.2", folder=folder)
         assert outcome.code == 1 and "did you mean topk_ratio" in outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_the_recorded_configuration_holds_resolved_values(command):  # F10
-    outcome = command(*SMOKE, "engine.topk_ratio=auto", "engine.update_interval=auto", "engine.select_strategy=auto")
+    outcome = command(*BRIEF, "engine.topk_ratio=auto", "engine.update_interval=auto", "engine.select_strategy=auto")
     engine = outcome.config()["engine"]
     assert (engine["topk_ratio"], engine["update_interval"], engine["select_strategy"]) == (0.1, 4, "step")
     assert outcome.config()["device"] in ("cpu", "cuda")
 
 
 def test_an_interval_in_epochs_takes_their_length_from_the_data(command):
-    outcome = command(*SMOKE, "engine.select_strategy=epoch", "engine.select_interval=1")
+    outcome = command(*BRIEF, "engine.select_strategy=epoch", "engine.select_interval=1")
     assert outcome.code == 0
     assert outcome.config()["engine"]["steps_per_epoch"] == 3125 // 8
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):
-    first = command(*SMOKE, "engine=adamw")
+    first = command(*BRIEF, "engine=adamw")
     before = {path: path.read_bytes() for path in first.folder.iterdir()}
-    second = command(*SMOKE, "engine=adamw", "seed=1")
+    second = command(*BRIEF, "engine=adamw", "seed=1")
     assert second.code == 1 and str(first.folder) in second.err and "already holds a run" in second.err
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
 
@@ -175,7 +171,7 @@ def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  #
     script = "import sys, experiments.train as t; t.main(); sys.exit(3 if 'wandb' in sys.modules else 0)"
     arguments = ["data=file", "data.path=data/notes.txt", "data.max_length=64", "engine=adamw", "hydra.run.dir=here"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *SMOKE, *arguments],
+        [sys.executable, "-c", script, *BRIEF, *arguments],
         cwd=tmp_path,
         env=ENVIRONMENT,
         capture_output=True,
@@ -188,7 +184,7 @@ def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  #
 
 def test_an_interrupt_ends_the_run_and_its_worker(tmp_path, kept):
     run = subprocess.Popen(
-        [sys.executable, "-m", "experiments.train", *SMOKE, "steps=1000000", "tracking=offline", "hydra.run.dir=here"],
+        [sys.executable, "-m", "experiments.train", *BRIEF, "steps=1000000", "tracking=offline", "hydra.run.dir=here"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

@@ -22,9 +22,8 @@ import pytest
 import torch
 
 import tests.experiments.interrupted as interrupted
-from tests.commands import Outcome
+from tests.commands import ENVIRONMENT, Outcome
 from tests.experiments.interrupted import (
-    ENVIRONMENT,
     TINY,
     ZENFLOW,
     add_dropout,

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import zenflow.training.run as running
-from tests.commands import Outcome
-from tests.experiments.interrupted import ENVIRONMENT, TINY, ZENFLOW, assert_same_run, contents, make_text, told
+from tests.commands import ENVIRONMENT, Outcome
+from tests.experiments.interrupted import TINY, ZENFLOW, assert_same_run, contents, make_text, told
 from tests.processes import ends_within
 from zenflow.client import WorkerError
 from zenflow.disk import DiskFullError

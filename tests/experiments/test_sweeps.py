@@ -10,19 +10,17 @@ from pathlib import Path
 
 import pytest
 
-import experiments.train
+from tests.commands import BRIEF, ROOT
 from zenflow.training.engines import ZenFlowRun
 from zenflow.training.sweep import Job, jobs
 
-ROOT = Path(experiments.train.__file__).resolve().parents[1]
-SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
 GRID = [(0.05, 2), (0.05, 4), (0.1, 2), (0.1, 4)]
 
 
 def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F14, F15
     monkeypatch.setenv("WANDB_RUN_ID", "stale")
     grid = ("engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4", "optimizer.lr=1e-3")
-    outcome = command("-m", *SMOKE, "tracking=offline", *grid)
+    outcome = command("-m", *BRIEF, "tracking=offline", *grid)
     assert outcome.code == 0
     names = [str(number) for number in range(4)]
     chosen = [outcome.config(job)["engine"] for job in names]
@@ -42,7 +40,7 @@ def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F
 
 
 def test_a_sweep_ends_with_a_table_of_its_jobs(command):  # F14
-    outcome = command("-m", *SMOKE, "engine=adamw", "optimizer.lr=1e-2,-1")
+    outcome = command("-m", *BRIEF, "engine=adamw", "optimizer.lr=1e-2,-1")
     assert outcome.code == 1
     assert type(outcome.config("0")["optimizer"]["lr"]) is float
     table = (outcome.folder / "summary.txt").read_text()
@@ -69,7 +67,7 @@ def test_a_failing_job_does_not_stop_its_siblings(command, kept, monkeypatch):  
 
     monkeypatch.setattr(ZenFlowRun, "step", fail_once)
     settings = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=0.125,0.25,-1,0.5")
-    outcome = command("-m", *SMOKE, "tracking=offline", *settings)
+    outcome = command("-m", *BRIEF, "tracking=offline", *settings)
     assert outcome.code == 1
     assert "the engine broke" in outcome.err
     assert [(outcome.folder / str(job) / "summary.json").exists() for job in range(4)] == [True, False, False, True]
@@ -89,7 +87,7 @@ def test_a_failing_job_does_not_stop_its_siblings(command, kept, monkeypatch):  
 
 
 def test_a_group_and_a_name_that_are_given_stay(command, kept):
-    outcome = command("-m", *SMOKE, "engine=adamw", "tracking=offline", "tracking.group=mine", "seed=3", "steps=1,2")
+    outcome = command("-m", *BRIEF, "engine=adamw", "tracking=offline", "tracking.group=mine", "seed=3", "steps=1,2")
     run = kept(outcome.folder / "1")
     assert (run.group, run.name, run.tags) == ("mine", "1 steps=2", ["steps=2"])
 
@@ -110,7 +108,7 @@ def test_two_jobs_at_a_time(tmp_path):  # F9
     launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=sweep")
     settings = ("optimizer.lr=1e-3,-1,2e-3", "tracking=offline")
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.train", "-m", *SMOKE, *settings, *launcher],
+        [sys.executable, "-m", "experiments.train", "-m", *BRIEF, *settings, *launcher],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *sys.path])},
         capture_output=True,

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import wandb
 
-import experiments.train
-from tests.commands import Outcome
+from tests.commands import BRIEF, ENVIRONMENT, Outcome
 from tests.processes import within
 from tests.wandb_server import answering
 from zenflow.report.runs import LeftOut, read
 from zenflow.training.schema import TrackingConfig, TrackingMode
 from zenflow.training.wandb_tracking import WandbRun
 
-ROOT = Path(experiments.train.__file__).resolve().parents[1]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-SMOKE = ("debug=smoke", "plot=false", "steps=4", "evaluate_every=null", "threads=1")
-ADAMW = (*SMOKE, "engine=adamw")
+ADAMW = (*BRIEF, "engine=adamw")
 
 
 def losses(outcome: Outcome) -> list[float]:
@@ -51,7 +45,7 @@ def autos(values: object, name: str = "") -> list[str]:
 def test_wandb_gets_what_the_run_is_and_how_it_went(command, kept, monkeypatch):  # F10, F15
     for name, value in {"ID": "stale", "RUN_ID": "stale", "RESUME": "must", "NAME": "stale"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    outcome = command(*SMOKE, "tracking=offline", "engine.topk_ratio=auto", "evaluate_every=2", "+tracking.tags=[mine]")
+    outcome = command(*BRIEF, "tracking=offline", "engine.topk_ratio=auto", "evaluate_every=2", "+tracking.tags=[mine]")
     assert outcome.code == 0
     run, summary = kept(outcome.folder), outcome.summary()
     assert (run.id, run.name, run.group, run.tags) == (summary["wandb_id"], "run", "", ["mine"])
@@ -77,7 +71,7 @@ def test_wandb_gets_what_the_run_is_and_how_it_went(command, kept, monkeypatch):
 
 
 def test_every_line_says_how_far_the_run_is(command):
-    outcome = command(*SMOKE, "evaluate_every=2")
+    outcome = command(*BRIEF, "evaluate_every=2")
     tokens, seconds = 0, 0.0
     for line in outcome.metrics():
         tokens, seconds = tokens + line.get("batch_tokens", 0), seconds + line.get("seconds", 0.0)
@@ -136,7 +130,7 @@ experiments.train.main()
 
 
 def test_an_exception_after_wandb_has_started_ends_the_process(tmp_path, kept):  # F12, F4
-    command = [sys.executable, "-c", FAILING, *SMOKE, "tracking=offline", "hydra.run.dir=here"]
+    command = [sys.executable, "-c", FAILING, *BRIEF, "tracking=offline", "hydra.run.dir=here"]
     run = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert "now\n" in iter(run.stdout.readline, "")
     run.communicate(timeout=30)
@@ -158,7 +152,7 @@ def test_a_network_that_goes_away_holds_no_run_up(tmp_path, kept, monkeypatch): 
 
 
 def test_a_kill_loses_at_most_the_open_line(tmp_path):
-    command = [sys.executable, "-m", "experiments.train", *SMOKE, "steps=1000", "engine.select_interval=4"]
+    command = [sys.executable, "-m", "experiments.train", *BRIEF, "steps=1000", "engine.select_interval=4"]
     run = subprocess.Popen(
         [*command, "hydra.run.dir=here"], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     )

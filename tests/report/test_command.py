@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ENVIRONMENT, ROOT
 from tests.report.making import ZERO_OFFLOAD, config, lines, make, write_lines
 from zenflow.report import command, files
 
-ROOT = Path(command.__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 PICTURES = ["heat_map_seconds", "heat_map_steps", "loss_seconds", "loss_steps", "pareto", "step_time"]
 
 
