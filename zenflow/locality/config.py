@@ -20,8 +20,10 @@ class LocalitySettings:
 
 @dataclass
 class LocalityConfig(TrainConfig):
-    """A run whose gradients are watched. Of its settings log_every, save_model, trace and tracking have no effect;
-    `plot` is for the study's own picture."""
+    """A run whose gradients are watched; `plot` is for the study's own picture.
+
+    Of its settings checkpoint_every, keep_checkpoints, log_every, save_model, trace and tracking have no effect.
+    """
 
     locality: LocalitySettings = field(default_factory=LocalitySettings)
 

@@ -30,7 +30,9 @@ OUTPUTS = ("locality.json", "locality.csv", "locality.md", "locality.png")
 
 
 def study_locality(config: LocalityConfig, folder: Path, *, part_of_sweep: bool = False) -> float:
-    """Train, watch, and leave `OUTPUTS` in `folder`; the share of the squared norm in the top columns, the first share.
+    """Train, watch, and leave `OUTPUTS` in `folder`.
+
+    Returns the part, from 0 to 1, of the squared norm of all matrices that `locality.shares[0]` of their columns hold.
 
     Errors: InputError (one sentence) for what the user can mend; anything else is logged with its traceback and raised.
     """

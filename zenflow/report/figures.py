@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zenflow.report.runs import Run
+from zenflow.training.plot import smooth
 
-SMOOTHING = 0.9  # of the running mean of the training loss
 CURVE_POINTS = 400
 FINAL = "final_"  # before a score's name: its value after the last step
 TRAIN_LAST = 10  # steps whose mean is the last training loss, as in summary.json
@@ -156,8 +156,4 @@ def score_line(run: Run, name: str) -> tuple[list[float], list[float]]:
 def training_line(run: Run, over_seconds: bool) -> tuple[list[float], list[float]]:
     """(steps or training seconds, running means of the training loss) of a run; the mean starts without bias."""
     ends = np.cumsum([step.seconds for step in run.steps]).tolist()
-    smooth, total, weight = [], 0.0, 0.0
-    for step in run.steps:
-        total, weight = SMOOTHING * total + (1 - SMOOTHING) * step.loss, SMOOTHING * weight + (1 - SMOOTHING)
-        smooth.append(total / weight)
-    return (ends if over_seconds else list(range(1, len(ends) + 1))), smooth
+    return (ends if over_seconds else list(range(1, len(ends) + 1))), smooth([step.loss for step in run.steps])

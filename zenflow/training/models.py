@@ -117,7 +117,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """The tokenizer that belongs to the model. Errors: InputError if the folder's files cannot be used."""
     if config.kind is ModelKind.tiny or config.tokenizer is TokenizerKind.bytes:
         return ByteTokenizer()
-    return _readable(lambda folder: PretrainedTokenizer(folder), config)
+    return _readable(PretrainedTokenizer, config)
 
 
 def load_model(config: ModelConfig, *, classes: int | None, max_length: int, dtype: torch.dtype) -> nn.Module:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zenflow.training.metrics import Evaluation, History
+if TYPE_CHECKING:
+    from zenflow.training.metrics import Evaluation, History
 
-TRAIN, VALIDATION = "#9aa5b1", "#c2410c"
+TRAIN, MEAN, VALIDATION = "#9aa5b1", "#374151", "#c2410c"
 SCORES = ("#1d4ed8", "#15803d", "#7e22ce")
 SMOOTHING = 0.9  # of the running mean
 
@@ -49,7 +50,7 @@ def draw(history: History, title: str) -> Any:
 def _draw_losses(axis, history: History) -> None:
     steps = range(1, len(history.losses) + 1)
     axis.plot(steps, history.losses, color=TRAIN, linewidth=0.8, alpha=0.7, label="train, each step")
-    axis.plot(steps, smooth(history.losses), color="#374151", linewidth=1.8, label="train, running mean")
+    axis.plot(steps, smooth(history.losses), color=MEAN, linewidth=1.8, label="train, running mean")
     points = history.evaluations
     axis.plot(
         [point.step for point in points],

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow.export import with_masters
-from zenflow.training.models import HEAD, WEIGHTS, CausalModel, Classifier, TinyModel, Tokenizer
+from zenflow.training.models import HEAD, CausalModel, Classifier
+from zenflow.training.tiny import WEIGHTS, TinyModel
+from zenflow.training.tokenizer import Tokenizer
 
 
 def save_model(model: nn.Module, tokenizer: Tokenizer, master: Callable[[Parameter], Tensor], folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Text, as it lies on this machine: nothing is downloaded, and packages are found without being imported.
 
-A source gives documents (for language modelling) or labelled texts, in a fixed order and with a fixed split.
+A source gives documents (for language modelling), labelled texts or prompts with their responses, in a fixed order and
+with a fixed split.
 """
 
 from __future__ import annotations
