@@ -6,7 +6,6 @@ import json
 import logging
 import platform
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zenflow.disk import replacing
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checkpoints import Keeper, forget_after
@@ -238,10 +238,8 @@ def _rewind(folder: Path, record: dict[str, Any], file: MetricsFile, step: int) 
 
 def _write_whole(path: Path, value: dict[str, Any]) -> None:
     """As JSON, whole or not at all, whatever kills the process."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as scratch:
-        made = Path(scratch) / path.name
+    with replacing(path) as made:
         made.write_text(json.dumps(value, indent=2), encoding="utf-8")
-        made.rename(path)
 
 
 def _trace_file(config: TrainConfig, folder: Path, start: int) -> Path | None:
