@@ -69,12 +69,13 @@ def test_a_bad_value_is_one_sentence(command, override, words):
     assert [word for word in words if word not in outcome.err] == []
 
 
-def test_a_folder_that_holds_a_study_is_refused_and_unchanged(command):
-    first = command(*SHORT, "plot=false")
-    before = {path: path.read_bytes() for path in first.folder.iterdir()}
-    second = command(*SHORT, "plot=false", "seed=1")
-    assert second.code == 1 and "already holds locality.json" in second.err
-    assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
+def test_a_folder_that_holds_a_study_is_refused_and_unchanged(command, tmp_path):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    (folder / "locality.json").write_text("{}")
+    outcome = command(*SHORT, "plot=false", folder=folder)
+    assert outcome.code == 1 and "already holds locality.json" in outcome.err
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("locality.json", "{}")]
 
 
 def test_a_sweep_leaves_a_study_a_job(command):
