@@ -48,6 +48,7 @@ MODES = {
     "adamw-bf16-without-masters": ("engine=adamw_bf16", "model.dtype=bfloat16"),
 }
 SAVED_AT = {"gpu": (5, 6, 7, 8), "host": (6, 7)}
+ELSEWHERE = ("engine.bucket_bytes=256", "engine.upload=step", "log_every=100", "evaluate_every=5", "save_model=true")
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_i7_saved_at_any_step_of_a_window_a_run_goes_on(command, words, dropout,
     assert_same_run(left, whole)
     for step in SAVED_AT.get(mode, (7,)):
         folder = begun(left, tmp_path / str(step), step)
-        resumed = goes_on(command, folder)
+        resumed = goes_on(command, folder, *(ELSEWHERE if step == 8 else ()))
         assert resumed.code == 0
         assert_same_run(resumed, whole)
 
@@ -240,7 +241,7 @@ def test_a_newer_format_is_refused(command, saved, monkeypatch, what):
 def test_more_steps_go_on_from_a_finished_run(command, kept, saved, tmp_path):
     shutil.copytree(kept / "run", tmp_path / "finished")
     before = json.loads((tmp_path / "finished" / "summary.json").read_text())
-    longer = goes_on(command, tmp_path / "finished", "steps=10", "evaluate_every=null")
+    longer = goes_on(command, tmp_path / "finished", "steps=10", "evaluate_every=null", "plot=true")
     assert longer.code == 0
     lines = longer.metrics()
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
@@ -250,6 +251,13 @@ def test_more_steps_go_on_from_a_finished_run(command, kept, saved, tmp_path):
     assert summary["training_seconds"] == pytest.approx(lines[-1]["elapsed_seconds"])
     assert summary["training_seconds"] == pytest.approx(sum(line.get("seconds", 0) for line in lines))
     assert summary["training_seconds"] > before["training_seconds"]
+    compute = [line["compute_seconds"] for line in lines if "loss" in line][1:]
+    assert summary["compute_seconds_per_step"] == pytest.approx(sum(compute) / 9)
+    assert (
+        summary["train_loss_first"] == lines[1]["loss"]
+        and summary["validation_loss_before"] == before["validation_loss_before"]
+    )
+    assert (longer.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_earlier_checkpoint_that_is_given_takes_the_run_back(command, saved):
