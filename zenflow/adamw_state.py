@@ -8,6 +8,7 @@ for all channels (k = 1, U = 1, or `replay` without absent gradients), nothing i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -81,9 +82,7 @@ def from_adamw(
 
 def _entry_from_adamw(pipeline: Pipeline, newcomer: Newcomer, entry: dict[str, Any], master: Tensor) -> dict[str, Any]:
     config, param = pipeline.config, newcomer.param
-    t = float(entry["step"])
-    if t != int(t):
-        raise ValueError(f"step of {newcomer.name} is {t}; allowed are whole numbers")
+    t = _whole(newcomer, entry["step"])
     tensors = {"master": master} | {name: entry[name] for name in MOMENTS}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.shape != param.shape or not tensor.is_floating_point():
@@ -91,16 +90,26 @@ def _entry_from_adamw(pipeline: Pipeline, newcomer: Newcomer, entry: dict[str, A
             raise ValueError(f"{name} of {newcomer.name} is {what}; allowed are numbers of shape {tuple(param.shape)}")
     converted = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
     if not is_deferred(config, param):
-        return converted | {"step": torch.full((1,), int(t), dtype=torch.int64, device="cpu"), "whole": True}
+        return converted | {"step": torch.full((1,), t, dtype=torch.int64, device="cpu"), "whole": True}
     channels = count_channels(config, param)
     return converted | {
-        "step": torch.full((channels,), int(t), dtype=torch.int64, device="cpu"),
+        "step": torch.full((channels,), t, dtype=torch.int64, device="cpu"),
         "whole": False,
         "selected": torch.empty(0, dtype=torch.int64, device="cpu"),
         "owned": count_selected(config, channels) == 0,
         "count": 0,
         "gradients": {},
     }
+
+
+def _whole(newcomer: Newcomer, step: Any) -> int:
+    try:
+        t = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        t = math.nan
+    if not (t.is_integer() and 0 <= t < 2**31):
+        raise ValueError(f"step of {newcomer.name} is {step}; allowed are whole numbers from 0 to 2**31 - 1")
+    return int(t)
 
 
 def to_adamw(pipeline: Pipeline, indices: dict[int, int], groups: list[dict[str, Any]]) -> State:

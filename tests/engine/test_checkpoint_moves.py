@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,10 @@ NOT_OURS = {
     "shape": (lambda state: state["state"][0].update(exp_avg=torch.zeros(3)), r"exp_avg of parameter 0.*\(3,\)"),
     "no-tensor": (lambda state: state["state"][1].update(exp_avg_sq=3), "exp_avg_sq of parameter 1.* is 3"),
     "half-a-step": (lambda state: state["state"][0].update(step=torch.tensor(1.5)), "step of parameter 0.* is 1.5"),
+    "no-end-of-steps": (lambda state: state["state"][0].update(step=torch.tensor(math.inf)), "step of .* is inf"),
+    "many-steps": (lambda state: state["state"][0].update(step=2.0**80), r"step of .*; allowed .* 2\*\*31 - 1"),
+    "two-steps": (lambda state: state["state"][0].update(step=torch.ones(2)), r"step of .* is tensor\(\[1., 1.\]\)"),
+    "step-of-none": (lambda state: state["state"][0].update(step=None), "step of .* is None"),
     "nan": (lambda state: state["state"][0]["exp_avg"].fill_(float("nan")), "exp_avg of parameter 0.*NaN"),
     "stranger": (lambda state: state["state"].update({9: state["state"][0]}), r"entries \[9\]"),
     "masters": (lambda state: None, "2 masters.*one for each of 7"),
