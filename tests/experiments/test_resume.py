@@ -37,6 +37,7 @@ from zenflow import background_save
 from zenflow.disk import DiskFullError
 from zenflow.training.checkpoints import all_of, command_for, folder_of, step_of
 from zenflow.training.loop import Loop
+from zenflow.training.metrics_file import MetricsFile
 from zenflow.training.run_state import random_states, set_random_states
 
 MODES = {
@@ -331,6 +332,18 @@ def test_an_error_while_a_checkpoint_is_written_reaches_the_run(command, words, 
     run = command(*words, "engine=adamw", "checkpoint_every=4")
     assert run.code == 1 and "ArithmeticError: no save" in run.out
     assert [line["step"] for line in run.metrics() if "loss" in line][:4] == [1, 2, 3, 4]
+
+
+def test_a_disk_that_fails_ends_no_training(command, words, monkeypatch):
+    """Where metrics.jsonl cannot be brought down to the disk, for one."""
+
+    def fail(file: MetricsFile) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(MetricsFile, "bring_down", fail)
+    run = command(*words, "engine=adamw", "checkpoint_every=5")
+    assert run.code == 0 and run.out.count("NOT SAVED: [Errno 5] Input/output error") == 2
+    assert all_of(run.folder) == []
 
 
 def test_the_last_checkpoints_are_kept(command, words):

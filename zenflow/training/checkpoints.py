@@ -129,7 +129,10 @@ class Keeper:
         if self.stopping:
             self._stop(step)
         if self._every is not None and step and step % self._every == 0:
-            self._save(step)
+            try:
+                self._save(step)
+            except OSError as error:
+                self._tell(error)
 
     def __enter__(self) -> Self:
         return self
@@ -155,13 +158,16 @@ class Keeper:
         try:
             saving.wait()
         except OSError as error:
-            latest = next((folder.name for folder in all_of(self._run)), "none")
-            log.error("NOT SAVED: %s. Training goes on; the latest checkpoint is %s", error, latest)
+            self._tell(error)
             return False
         log.info("checkpoint %s", saving.folder)
         for old in all_of(self._run)[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return True
+
+    def _tell(self, error: OSError) -> None:
+        latest = next((folder.name for folder in all_of(self._run)), "none")
+        log.error("NOT SAVED: %s. Training goes on; the latest checkpoint is %s", error, latest)
 
     def _stop(self, step: int) -> None:
         assert self._request.number is not None
