@@ -1,0 +1,115 @@
+"""A run's checkpoints: written while it trains, a few of them kept, and no training lost to a disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shlex
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.experiments.interrupted import TINY, ZENFLOW, make_text
+from zenflow import background_save
+from zenflow.disk import DiskFullError
+from zenflow.training.checkpoints import all_of, command_for, step_of
+from zenflow.training.loop import Loop
+from zenflow.training.metrics_file import MetricsFile
+from zenflow.training.run_state import random_states, set_random_states
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> tuple[str, ...]:
+    return (*TINY, *make_text(tmp_path / "text.txt"))
+
+
+def full(path: Path, needed: int) -> None:
+    raise DiskFullError(errno.ENOSPC, f"no room: {needed:,} bytes needed, 0 available", str(path))
+
+
+def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(command, words, monkeypatch):
+    from zenflow import checkpoint_folder
+
+    check = checkpoint_folder.check_room
+    monkeypatch.setattr(
+        checkpoint_folder, "check_room", lambda path, needed: (full if step_of(path) > 4 else check)(path, needed)
+    )
+    run = command(*words, *ZENFLOW, "checkpoint_every=2", "keep_checkpoints=1")
+    assert run.code == 0
+    assert [step_of(path) for path in all_of(run.folder)] == [4]
+    assert run.out.count("NOT SAVED") == 4 and "bytes needed, 0 available" in run.out
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(command, words, monkeypatch):
+    """The file of step 4 is not written before step 7 has been made."""
+    save, stepping, made = background_save.checkpoint_folder.save, Loop._step, threading.Event()
+
+    def late(*arguments: object, **named: object) -> None:
+        assert made.wait(60)
+        save(*arguments, **named)
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == 7:
+            made.set()
+
+    monkeypatch.setattr(background_save.checkpoint_folder, "save", late)
+    monkeypatch.setattr(Loop, "_step", stepped)
+    run = command(*words, *ZENFLOW, "checkpoint_every=4")
+    assert run.code == 0 and [step_of(path) for path in all_of(run.folder)] == [12, 8]
+
+
+def test_an_error_while_a_checkpoint_is_written_reaches_the_run(command, words, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise ArithmeticError("no save")
+
+    monkeypatch.setattr(background_save.checkpoint_folder, "save", broken)
+    run = command(*words, "engine=adamw", "checkpoint_every=4")
+    assert run.code == 1 and "ArithmeticError: no save" in run.out
+    assert [line["step"] for line in run.metrics() if "loss" in line][:4] == [1, 2, 3, 4]
+
+
+def test_a_disk_that_fails_ends_no_training(command, words, monkeypatch):
+    """Where metrics.jsonl cannot be brought down to the disk, for one."""
+
+    def fail(file: MetricsFile) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(MetricsFile, "bring_down", fail)
+    run = command(*words, "engine=adamw", "checkpoint_every=5")
+    assert run.code == 0 and run.out.count("NOT SAVED: [Errno 5] Input/output error") == 2
+    assert all_of(run.folder) == []
+
+
+def test_the_last_checkpoints_are_kept(command, words):
+    run = command(*words, "engine=adamw", "checkpoint_every=3")
+    assert [step_of(path) for path in all_of(run.folder)] == [12, 9]
+
+
+def test_all_generators_go_on():
+    set_random_states(random_states(torch.device("cpu")), torch.device("cpu"))
+    np.random.normal()  # leaves a second number behind
+    states = random_states(torch.device("cpu"))
+    drawn = [(random.random(), np.random.normal(), torch.rand(()).item()) for _ in range(3)]
+    set_random_states(json.loads(json.dumps(states | {"torch": None})) | _with_tuples(states), torch.device("cpu"))
+    assert [(random.random(), np.random.normal(), torch.rand(()).item()) for _ in range(3)] == drawn
+
+
+def _with_tuples(states: dict) -> dict:
+    """What JSON alone would lose, and a checkpoint keeps."""
+    return {"python": states["python"], "torch": states["torch"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/a", "with space", "it's", "a,b=c{d}", 'quote"', "back\\slash", "it\\'s", "end\\"]
+)
+def test_the_command_that_goes_on_survives_shell_and_hydra(name):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    program, word = shlex.split(command_for(Path(name)))
+    assert program == "zenflow-train"
+    assert OverridesParser.create().parse_override(word).value() == name
