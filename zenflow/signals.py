@@ -1,4 +1,4 @@
-"""Signals and child processes: a handler that raises must not leave a child behind, or a lock held.
+"""Signals: a handler that raises must not leave a child behind, or a lock held; and a stop between two steps.
 
 `subprocess` loses a child that it was starting when a handler raises, and `Popen.wait` can keep its lock for ever, so
 that the next wait for the same child never returns.

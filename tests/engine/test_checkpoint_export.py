@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from tests.disks import files_up_to
 from tests.engine.driving import Builder, assert_same_bits
+from tests.shortages import files_up_to
 from zenflow import ZenFlow
 from zenflow.disk import DiskFullError
 from zenflow.export import save_weights

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 
 import numpy as np
 
 from tests.processes import ends_within
+from tests.shortages import descriptors_left
 from zenflow import WorkerError, ZenFlow, arena, client
 
 # What the error of a detected fault must say.
@@ -183,15 +181,8 @@ def bad_start(kind: str, draw: random.Random) -> Iterator[None]:
         finally:
             arena.available_memory = available
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir("/proc/self/fd")}
-    free = (number for number in range(soft) if number not in taken)
-    limit = next(islice(free, draw.randint(0, 14), None))  # so many can still be had
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
+    with descriptors_left(draw.randint(0, 14)):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def is_named(kind: str, error: BaseException) -> bool:

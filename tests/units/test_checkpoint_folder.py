@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from safetensors import safe_open
 
-from tests.disks import files_up_to
+from tests.shortages import files_up_to
 from tests.units.states import assert_same
 from zenflow import checkpoint_folder
 from zenflow.checkpoint_folder import CheckpointError, load, read_manifest, save

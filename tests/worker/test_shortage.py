@@ -6,13 +6,11 @@ import gc
 import os
 import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
 
 import pytest
 
 from tests.processes import ends_within, within
+from tests.shortages import descriptors_left, limit_for
 from tests.worker.feeding import make_segment
 from zenflow import client as client_module
 from zenflow.client import WorkerClient, WorkerError
@@ -30,30 +28,13 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def limit_for(pid: int | str, count: int) -> int:
-    """The limit under which a process can open `count` more descriptors: it is on their numbers."""
-    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    return next(islice((number for number in range(1 << 20) if number not in taken), count, None))
-
-
-@contextmanager
-def left(count: int) -> Iterator[None]:
-    """This process can open `count` more descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for("self", count), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
 def test_a_process_without_descriptors_is_told_its_limit_and_keeps_none(library: object) -> None:
     """Whichever of them is the one that is lacking."""
     before, refused = descriptors(), 0
     for count in range(30):
         try:
-            with left(count):
+            with descriptors_left(count):
                 client = make_client()
         except OSError as error:
             assert "left of the" in str(error) and "ulimit -n" in str(error)
@@ -67,7 +48,7 @@ def test_a_process_without_descriptors_is_told_its_limit_and_keeps_none(library:
 
 
 def test_an_arena_without_a_descriptor_is_told_the_limit() -> None:
-    with left(0), pytest.raises(OSError, match=r"left of the [\d,]+ that it may have open at once"):
+    with descriptors_left(0), pytest.raises(OSError, match=r"left of the [\d,]+ that it may have open at once"):
         SegmentMemory.create(make_segment())
 
 
