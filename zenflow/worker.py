@@ -188,8 +188,9 @@ def main(arguments: list[str]) -> int:
     """`control fd, header fd, parent's process id, "main" if its main thread started this process`."""
     control, header_fd, parent = (int(value) for value in arguments[:3])
     faulthandler.enable()
+    # Sent to a whole job, they are the trainer's to answer, which needs this process to save; it ends with its trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if arguments[3] == "main":
         # Fires when the starting *thread* ends, so only the main thread's children may ask for it.

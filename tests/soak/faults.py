@@ -30,7 +30,7 @@ SAYS = {
     "no descriptors": "Too many open files|descriptors",
     "no memory": r"needs [\d,]+ bytes of host memory, [\d,]+ bytes are available",
 }
-DEADLY = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT)
+DEADLY = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 SILENCE = client.SILENCE_SECONDS
 GRACE = 5.0  # seconds in which a signal must have ended a process
 SHORT_SILENCE = 0.3  # seconds: instead of a minute, where the worker has been stopped for good

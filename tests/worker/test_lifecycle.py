@@ -39,7 +39,7 @@ def shared_bytes() -> int:
     return int(re.search(r"RssShmem:\s+(\d+) kB", status)[1]) * 1024
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda s: s.name)
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV], ids=lambda s: s.name)
 @pytest.mark.parametrize("moment", ["idle", "mid-window"])
 def test_a_killed_worker_is_noticed_and_named(trainer, moment, sent):
     t = trainer(make_segment(bucket_bytes=700))
@@ -109,7 +109,15 @@ def test_an_idle_worker_shows_life_and_what_the_trainer_checks_ends_its_wait(tra
     t.check()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_what_ends_a_whole_job_leaves_the_worker_to_its_trainer(trainer, sent):
+    t = trainer(make_segment())
+    os.kill(t.client.worker_pid, sent)
+    t.run(t.make_window())
+    t.check()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV], ids=lambda s: s.name)
 def test_a_worker_killed_during_start_is_noticed(client, sent):
     memory = SegmentMemory.create(make_segment())
     os.kill(client.worker_pid, sent)

@@ -18,7 +18,11 @@ ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "ze
 ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
-WITHOUT_EFFECT = ("seed", "name", "plot", "variant", "engine.masters", "device")  # `device` says less than the machine
+# `device` says less than the machine does.
+WITHOUT_EFFECT = (
+    *("seed", "name", "plot", "variant", "engine.masters", "device"),
+    *("checkpoint_every", "keep_checkpoints"),
+)
 NOT_RECORDED = "not recorded"
 
 
