@@ -20,7 +20,7 @@ from zenflow.compare.text import report
 from zenflow.compare.topology import topology
 from zenflow.diagnose.result import finite
 from zenflow.training.checks import check
-from zenflow.training.errors import InputError
+from zenflow.training.errors import errors_logged, require_free
 from zenflow.training.schema import plain
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def compare(sides: Sides, words: dict[str, str], folder: Path, *, part_of_sweep:
     words: what each side was given, for people. Errors: InputError (one sentence) for what the user can mend, before
     anything is run; anything else is logged with its traceback and raised.
     """
-    try:
+    with errors_logged(log, "comparison", folder, part_of_sweep=part_of_sweep):
         _check(sides, folder)
         folder.mkdir(parents=True, exist_ok=True)
         finished = list(_session(sides, folder))
@@ -43,13 +43,6 @@ def compare(sides: Sides, words: dict[str, str], folder: Path, *, part_of_sweep:
             _draw(judgement, finished, words, folder)
         log.info("everything is in %s", folder)
         return judgement.criteria[0].difference.mean
-    except InputError as error:
-        if part_of_sweep:
-            log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("the comparison in %s failed", folder)
-        raise
 
 
 def schedule(repeats: int) -> list[tuple[str, int]]:
@@ -59,8 +52,7 @@ def schedule(repeats: int) -> list[tuple[str, int]]:
 
 def _check(sides: Sides, folder: Path) -> None:
     check_alike(sides["a"], sides["b"])
-    if present := [name for name in OUTPUTS if (folder / name).exists()]:
-        raise InputError(f"{folder} already holds {present[0]}; give another folder as hydra.run.dir.")
+    require_free(folder, OUTPUTS)
     for config in sides.values():
         check_settings(config)
         check(replace(config, trace=None), folder)

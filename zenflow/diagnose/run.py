@@ -21,7 +21,7 @@ from zenflow.training import run as training
 from zenflow.training.checks import check
 from zenflow.training.data import Batch, Samples
 from zenflow.training.engines import Engine, build_engine
-from zenflow.training.errors import InputError
+from zenflow.training.errors import InputError, errors_logged, require_free
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import Evaluation, History, StepTimer
 from zenflow.training.schema import AdamWEngine, ZenFlowEngine, plain
@@ -35,10 +35,9 @@ def diagnose(config: DiagnoseConfig, folder: Path, *, part_of_sweep: bool = Fals
 
     Errors: InputError (one sentence) for what the user can mend; anything else is logged with its traceback and raised.
     """
-    try:
+    with errors_logged(log, "diagnosis", folder, part_of_sweep=part_of_sweep):
         check_settings(config)
-        if present := [name for name in OUTPUTS if (folder / name).exists()]:
-            raise InputError(f"{folder} already holds {present[0]}; give another folder as hydra.run.dir.")
+        require_free(folder, OUTPUTS)
         chosen = config.diagnose
         config = replace(config, steps=chosen.warm_up + chosen.steps, evaluate_every=None, trace=None)
         check(config, folder)
@@ -48,13 +47,6 @@ def diagnose(config: DiagnoseConfig, folder: Path, *, part_of_sweep: bool = Fals
             _draw(result, folder)
         log.info("everything is in %s", folder)
         return result.figures.median
-    except InputError as error:
-        if part_of_sweep:
-            log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("the diagnosis in %s failed", folder)
-        raise
 
 
 def _measure(config: DiagnoseConfig) -> tuple[Result, dict[str, Any]]:

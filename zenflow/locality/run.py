@@ -21,7 +21,7 @@ from zenflow.report.settings import engine_of, task_name
 from zenflow.training import run as training
 from zenflow.training.checks import check
 from zenflow.training.engines import Engine, build_engine
-from zenflow.training.errors import InputError
+from zenflow.training.errors import InputError, errors_logged, require_free
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import Evaluation, History, StepTimer
 
@@ -36,10 +36,9 @@ def study_locality(config: LocalityConfig, folder: Path, *, part_of_sweep: bool 
 
     Errors: InputError (one sentence) for what the user can mend; anything else is logged with its traceback and raised.
     """
-    try:
+    with errors_logged(log, "study", folder, part_of_sweep=part_of_sweep):
         check_settings(config)
-        if present := [name for name in OUTPUTS if (folder / name).exists()]:
-            raise InputError(f"{folder} already holds {present[0]}; give another folder as hydra.run.dir.")
+        require_free(folder, OUTPUTS)
         config = replace(config, trace=None)
         check(config, folder)
         seen = _watch(config)
@@ -49,13 +48,6 @@ def study_locality(config: LocalityConfig, folder: Path, *, part_of_sweep: bool 
             _draw(seen, rows, folder)
         log.info("everything is in %s", folder)
         return share_rows(seen.study, rows)[0]["overall"]
-    except InputError as error:
-        if part_of_sweep:
-            log.error("%s", error)
-        raise
-    except Exception:
-        log.exception("the study in %s failed", folder)
-        raise
 
 
 class Watched:
