@@ -96,7 +96,7 @@ def _entry_from_adamw(pipeline: Pipeline, newcomer: Newcomer, entry: dict[str, A
         "step": torch.full((channels,), t, dtype=torch.int64, device="cpu"),
         "whole": False,
         "selected": torch.empty(0, dtype=torch.int64, device="cpu"),
-        "owned": count_selected(config, channels) == 0,
+        "owned": count_selected(config.topk_ratio, channels) == 0,
         "count": 0,
         "gradients": {},
     }

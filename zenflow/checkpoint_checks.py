@@ -174,7 +174,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
     if deferred:
         if not isinstance(entry["owned"], bool):
             raise ValueError(f"owned of {newcomer.name} is {entry['owned']!r}; allowed are True and False")
-        n = count_selected(config, channels) if entry["owned"] else 0
+        n = count_selected(config.topk_ratio, channels) if entry["owned"] else 0
         shapes["selected"] = (n,), torch.int64
         shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
     for name, (shape, dtype) in shapes.items():

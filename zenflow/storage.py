@@ -50,9 +50,9 @@ def count_channels(config: ZenFlowConfig, param: Tensor) -> int:
     return cols if config.channel_dim == "column" else rows
 
 
-def count_selected(config: ZenFlowConfig, channels: int) -> int:
+def count_selected(topk_ratio: float, channels: int) -> int:
     """How many of a matrix's channels are selected: 0 if k = 0, else `max(1, round(k * channels))`."""
-    return 0 if config.topk_ratio == 0 else min(channels, max(1, round(config.topk_ratio * channels)))
+    return 0 if topk_ratio == 0 else min(channels, max(1, round(topk_ratio * channels)))
 
 
 def is_deferred(config: ZenFlowConfig, param: Tensor) -> bool:
@@ -60,7 +60,7 @@ def is_deferred(config: ZenFlowConfig, param: Tensor) -> bool:
     if param.dim() < 2 or param.numel() < max(1, config.min_deferred_numel):
         return False
     channels = count_channels(config, param)
-    return count_selected(config, channels) < channels
+    return count_selected(config.topk_ratio, channels) < channels
 
 
 @dataclass(eq=False)
@@ -327,7 +327,7 @@ def record_deferred(
     flat = storage.weights[first:last]
     flat.view(param.shape).copy_(param.data)
     param.data = view_of_its_own(flat, param.shape)
-    n = count_selected(config, matrix.channels)
+    n = count_selected(config.topk_ratio, matrix.channels)
     compact = (matrix.rows, n) if matrix.channel_dim == "column" else (n, matrix.cols)
     master, exp_avg, exp_avg_sq = (torch.zeros(compact, dtype=torch.float32, device=param.device) for _ in range(3))
     return ParamRecord(

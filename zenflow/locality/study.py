@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from zenflow_kernels.importance import grouped_scores
 
 from zenflow.locality.config import LocalitySettings
-from zenflow.storage import matrix_shape
+from zenflow.storage import count_selected, matrix_shape
 from zenflow.training.errors import InputError
 
 DIMS = ("column", "row")
@@ -64,8 +64,8 @@ class Track:
 
     def __init__(self, subject: Subject, settings: LocalitySettings) -> None:
         self.subject = subject
-        self.tops = [_count(share, subject.channels) for share in settings.shares]
-        self.selected = _count(settings.topk_ratio, subject.channels)
+        self.tops = [count_selected(share, subject.channels) for share in settings.shares]
+        self.selected = count_selected(settings.topk_ratio, subject.channels)
         self.steps, self.weight = 0, 0.0
         self.shares, self.curve = np.zeros(len(self.tops)), np.zeros(len(CURVE))
         self.overlap, self.held, self.pairs = np.zeros((3, len(settings.lags)))
@@ -99,10 +99,6 @@ class Track:
                 self.overlap[place] += again[before].mean()
                 self.held[place] += portions[before].sum()
                 self.pairs[place] += 1
-
-
-def _count(share: float, channels: int) -> int:
-    return min(channels, max(1, round(share * channels)))
 
 
 class Study:
