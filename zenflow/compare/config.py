@@ -25,8 +25,10 @@ class CompareSettings:
 
 @dataclass
 class CompareConfig(TrainConfig):
-    """Runs of each side. Of their settings log_every, trace and tracking have no effect; `plot` is for the comparison's
-    own picture."""
+    """Runs of each side; `plot` is for the comparison's own picture.
+
+    Of their settings checkpoint_every, keep_checkpoints, log_every, save_model, trace and tracking have no effect.
+    """
 
     a: str = "engine=zero_offload"  # settings for a alone, or @FILE with them
     b: str = "engine=zenflow"

@@ -21,8 +21,11 @@ class DiagnoseSettings:
 
 @dataclass
 class DiagnoseConfig(TrainConfig):
-    """A run without ZenFlow, measured. Of its settings steps, evaluate_every, log_every, trace and tracking have no
-    effect; `plot` is for the diagnosis' own picture."""
+    """A run without ZenFlow, measured; `plot` is for the diagnosis' own picture.
+
+    Of its settings steps, evaluate_every, checkpoint_every, keep_checkpoints, log_every, save_model, trace and tracking
+    have no effect.
+    """
 
     diagnose: DiagnoseSettings = field(default_factory=DiagnoseSettings)
 
