@@ -14,6 +14,8 @@ from torch import Tensor
 from zenflow_kernels import table as table_module
 from zenflow_kernels.table import Entry, Table
 
+from zenflow.storage import count_selected
+
 SECTOR = 32  # bytes
 KINDS = {"columns": "column", "rows": "row", "whole": "whole"}
 
@@ -70,7 +72,7 @@ class Problem:
         """Selected channels, as the engine counts them."""
         if self.layout == "whole":
             return 1
-        return 0 if self.ratio == 0 else min(self.channels, max(1, round(self.ratio * self.channels)))
+        return count_selected(self.ratio, self.channels)
 
     @property
     def selected(self) -> int:
