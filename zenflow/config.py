@@ -54,7 +54,15 @@ class ZenFlowConfig:
     """Steps at the start in which every channel moves in every step."""
 
     overlap_step: bool = True
-    """True: a window's deferred result is visible at the end of the next window. False: at its own end."""
+    """True: a window's deferred result is visible `visible_after` steps later. False: at its own end."""
+
+    stagger: bool = False
+    """True: the deferred matrices form up to U cohorts whose windows end one step after another, instead of all in the
+    same step."""
+
+    visible_after: int | Literal["auto"] = "auto"
+    """Steps from a window's last to the one at whose end its result is visible, 1 to U; auto: U, or with `stagger` 2 at
+    most. Only auto under `overlap_step: false`."""
 
     channel_dim: Literal["column", "row"] = "column"
     """What a channel is in `[shape[0], prod(shape[1:])]`: an input feature (column) or an output feature (row)."""
@@ -117,6 +125,11 @@ class ZenFlowConfig:
             raise _refuse("deferred_rule", "replay", "'replay' needs accumulate_on='host', which is 'gpu'")
         if self.accumulate_on == "host" and self.ring_dtype != "auto":
             raise _refuse("ring_dtype", self.ring_dtype, "'auto' under accumulate_on='host'")
+        longest = AUTO_UPDATE_INTERVAL if self.update_interval == "auto" else self.update_interval
+        if self.visible_after != "auto" and not self.overlap_step:
+            raise _refuse("visible_after", self.visible_after, "'auto' under overlap_step=False")
+        if self.visible_after != "auto" and self.visible_after > longest:
+            raise _refuse("visible_after", self.visible_after, f"1 to {longest}, which is update_interval, or auto")
         if self.select_strategy == "epoch" and self.steps_per_epoch is None:
             raise ValueError(
                 "select_strategy is 'epoch' but steps_per_epoch is None; allowed: an integer >= 1 (without it no "
@@ -150,6 +163,17 @@ class ZenFlowConfig:
             return config.select_interval
         assert config.steps_per_epoch is not None
         return config.select_interval * config.steps_per_epoch
+
+    @property
+    def visible_after_steps(self) -> int:
+        """`visible_after`, every "auto" resolved; 0 under `overlap_step: false`."""
+        longest = self.resolved().update_interval
+        assert isinstance(longest, int)
+        if not self.overlap_step:
+            return 0
+        if self.visible_after == "auto":
+            return min(2, longest) if self.stagger else longest
+        return self.visible_after
 
     @classmethod
     def from_deepspeed(cls, source: str | PathLike[str] | Mapping[str, Any], **overrides: Any) -> ZenFlowConfig:
@@ -241,6 +265,8 @@ _RULES = {
     "steps_per_epoch": _integer(1, None),
     "full_warm_up_rounds": _integer(0),
     "overlap_step": _switch(),
+    "stagger": _switch(),
+    "visible_after": _integer(1, "auto"),
     "channel_dim": _word("column", "row"),
     "importance": _word("square", "magnitude"),
     "deferred_rule": _word("accumulate", "replay"),

@@ -1,6 +1,6 @@
 """Where every deferred element lives: matrices, pieces, buckets and segments.
 
-A *segment* is one device and dtype: one flat storage of `numel` elements for the weights, one for the accumulator, and
+A *segment* is matrices of one device, dtype and cohort: one flat storage of `numel` elements for the weights, one for the accumulator, and
 in shared memory a ring (one such storage a lane), a shadow and the worker's state of the same geometry. Its matrices
 lie in it one after another, in reverse registration order, each start aligned. A *bucket* is a contiguous range of the
 flat storage, the unit that is copied and handed to the worker; a matrix larger than a bucket is cut between rows, so a
@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Segment:
-    """All deferred matrices of one device and dtype, and the order in which their buckets travel."""
+    """Deferred matrices of one device and dtype whose windows are the same, and the order in which their buckets travel."""
 
     index: int
     numel: int
@@ -79,7 +79,7 @@ class Segment:
         return self.lanes > 1
 
     def lane(self, turn: int, step: int) -> int:
-        """The lane of step `step` (from 0) of a window whose slot records are those of `turn` (0 or 1)."""
+        """The lane of the step in place `step` (from 0) of a window whose slot records are those of `turn` (0 or 1)."""
         return turn * self.max_steps + step if self.keeps_steps else 0
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from zenflow import native
 from zenflow.arena import Arena
 
-MAGIC, VERSION = 0x5A454E464C4F5721, 3
+MAGIC, VERSION = 0x5A454E464C4F5721, 4
 TEXT_BYTES = 8192
 
 

@@ -5,7 +5,8 @@ It happens at construction, and again for parameters that come or wake up later;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from zenflow.client import WorkerClient
 from zenflow.cores import CorePlan, plan_cores
 from zenflow.ring import WorkerSettings
 from zenflow.storage import (
+    DTYPE_NAMES,
     Newcomer,
     ParamRecord,
     SegmentStorage,
@@ -25,56 +27,94 @@ from zenflow.storage import (
     record_deferred,
     record_whole,
 )
+from zenflow.window import divide, union
 
 if TYPE_CHECKING:
     from zenflow.pipeline import Pipeline
 
 
-def lay_out(pipeline: Pipeline, newcomers: Sequence[Newcomer], n_groups: int) -> None:
-    """Place `newcomers`, by dtype; what fails leaves the pipeline as it was."""
+def lay_out(
+    pipeline: Pipeline, newcomers: Sequence[Newcomer], n_groups: int, cohorts: Mapping[int, int] | None = None
+) -> None:
+    """Place `newcomers`, by dtype; what fails leaves the pipeline as it was.
+
+    cohorts: by `id(param)`, of those that are deferred; None: as `divide` finds them.
+    """
     pipeline.wait_for_worker()
     for dtype in dict.fromkeys(newcomer.param.dtype for newcomer in newcomers):
-        _lay_out_dtype(pipeline, [newcomer for newcomer in newcomers if newcomer.param.dtype == dtype], n_groups)
+        alike = [newcomer for newcomer in newcomers if newcomer.param.dtype == dtype]
+        _lay_out_dtype(pipeline, alike, n_groups, _cohorts(pipeline, alike) if cohorts is None else cohorts)
     records = pipeline.records
-    pipeline.control = _grown(pipeline.control, len(records), pipeline.config.update_interval)
+    pipeline.control = _grown(pipeline.control, records, pipeline.config.update_interval)
+    if pipeline.storages:
+        pipeline.clock.cohorts = union(storage.cohort for storage in pipeline.storages)
     pipeline.present_log = [row + [False] * (len(records) - len(row)) for row in pipeline.present_log]
     total = sum(table.n_partials for table in pipeline.tables)
     pipeline.partials = torch.zeros(total, dtype=torch.float64, device=pipeline.device)
 
 
-def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int) -> None:
+def _cohorts(pipeline: Pipeline, newcomers: Sequence[Newcomer]) -> dict[int, int]:
+    """The cohort of each deferred one, by `id(param)`; newcomers are of one dtype, and join the cohorts that it has."""
+    config = pipeline.config
+    deferred = [newcomer.param for newcomer in newcomers if is_deferred(config, newcomer.param)]
+    if not config.stagger:
+        return {id(param): config.update_interval for param in deferred}
+    loads: dict[int, int] = {}
+    for storage in pipeline.storages:
+        if storage.segment.weight_dtype == DTYPE_NAMES[newcomers[0].param.dtype]:
+            numel = sum(matrix.numel for matrix in storage.segment.matrices)
+            loads[storage.cohort] = loads.get(storage.cohort, 0) + numel
+    found = divide([param.numel() for param in deferred], loads, config.update_interval) if deferred else []
+    return {id(param): cohort for param, cohort in zip(deferred, found, strict=True)}
+
+
+def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int, cohorts: Mapping[int, int]) -> None:
     config, first = pipeline.config, len(pipeline.records)
-    deferred = [newcomer for newcomer in newcomers if is_deferred(config, newcomer.param)]
-    storage = None
-    if deferred:
-        segment = new_segment(config, len(pipeline.storages), newcomers[0].param.dtype, deferred, n_groups)
-        storage = SegmentStorage(segment, pipeline.device, _plan(pipeline).worker_cores)
-    try:
-        records: list[ParamRecord] = []
-        # Matrices travel in reverse registration order: the first registered is the last in the segment.
-        number = len(deferred)
-        for index, newcomer in enumerate(newcomers, start=first):
-            if storage is not None and is_deferred(config, newcomer.param):
-                number -= 1
-                records.append(record_deferred(newcomer, index, storage, number, config))
-            else:
-                records.append(record_whole(newcomer, index))
-        if storage is not None:
-            storage.indices = [record.index for record in reversed(records) if record.matrix is not None]
-            storage.members = [
-                tuple({storage.indices[piece.matrix]: None for piece in bucket.pieces})
-                for bucket in storage.segment.buckets
-            ]
+    deferred: dict[int, list[Newcomer]] = {}
+    for newcomer in newcomers:
+        if is_deferred(config, newcomer.param):
+            deferred.setdefault(cohorts[id(newcomer.param)], []).append(newcomer)
+    storages: dict[int, SegmentStorage] = {}
+    with ExitStack() as undo:
+        for cohort, members in sorted(deferred.items()):
+            number = len(pipeline.storages) + len(storages)
+            segment = new_segment(config, number, newcomers[0].param.dtype, members, n_groups)
+            storages[cohort] = SegmentStorage(segment, cohort, pipeline.device, _plan(pipeline).worker_cores)
+            undo.callback(storages[cohort].close)
+        records = _make_records(pipeline, newcomers, first, storages, cohorts)
+        for storage in storages.values():
             _hand_over(pipeline, storage)
         table = Table([record.entry() for record in records], first=first)
-    except BaseException:
-        if storage is not None:
-            storage.close()
-        raise
+        undo.pop_all()
     pipeline.records += records
     pipeline.tables.append(table)
-    if storage is not None:
-        pipeline.storages.append(storage)
+    pipeline.storages += storages.values()
+
+
+def _make_records(
+    pipeline: Pipeline,
+    newcomers: Sequence[Newcomer],
+    first: int,
+    storages: Mapping[int, SegmentStorage],
+    cohorts: Mapping[int, int],
+) -> list[ParamRecord]:
+    """Records from number `first` on; matrices travel in reverse order: the first is the last in its segment."""
+    config, records = pipeline.config, []
+    left = {cohort: len(storage.segment.matrices) for cohort, storage in storages.items()}
+    for index, newcomer in enumerate(newcomers, start=first):
+        if not is_deferred(config, newcomer.param):
+            records.append(record_whole(newcomer, index))
+            continue
+        cohort = cohorts[id(newcomer.param)]
+        left[cohort] -= 1
+        records.append(record_deferred(newcomer, index, storages[cohort], left[cohort], config))
+    for storage in storages.values():
+        storage.indices = [record.index for record in reversed(records) if record.storage is storage]
+        storage.members = [
+            tuple({storage.indices[piece.matrix]: None for piece in bucket.pieces})
+            for bucket in storage.segment.buckets
+        ]
+    return records
 
 
 def _hand_over(pipeline: Pipeline, storage: SegmentStorage) -> None:
@@ -127,9 +167,11 @@ def _start_worker(pipeline: Pipeline) -> WorkerClient:
     return client
 
 
-def _grown(control: StepControl, n_params: int, max_steps: int) -> StepControl:
-    larger = StepControl.create(n_params, max_steps, control.finite.device)
+def _grown(control: StepControl, records: Sequence[ParamRecord], max_steps: int) -> StepControl:
+    larger = StepControl.create(len(records), max_steps, control.finite.device)
     for field in fields(control):
         old = getattr(control, field.name)
         getattr(larger, field.name)[: old.numel()].copy_(old)
+    cohorts = [max_steps if record.storage is None else record.storage.cohort for record in records]
+    larger.cohort.copy_(torch.tensor(cohorts, dtype=torch.int32, device="cpu"))
     return larger

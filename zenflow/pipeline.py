@@ -1,14 +1,15 @@
 """The pipeline, as phases of one `step()`.
 
-Phase 1, backward: PyTorch leaves gradients in `.grad`; in a window's last pass, phase 5 goes on under it.
+Phase 1, backward: PyTorch leaves gradients in `.grad`; in the last pass before a result is due, phase 5 goes on under it.
 Phase 2, `step()`: norm and finite check over all parameters, then one pass over the gradient that updates the selected
 channels and folds the others into the accumulator. Nothing here waits for the device, except the steps that select.
-Phase 3, a window's end: each bucket's accumulator goes to its ring slot on the copy stream, under the next step's
-compute; the slot's `ready` word follows it on the same stream (`sending.py`).
+Phase 3, a window's end, for the cohorts for which it is one (`window.py`): each bucket's accumulator goes to its ring
+slot on the copy stream, under the next step's compute; the slot's `ready` word follows it on the same stream
+(`sending.py`).
 Phase 4, the worker: one pass over memory a slot, in order; then `done`.
-Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, at the end of this
-window (staleness 0) or, from backward on, of the next (staleness 1); then the selected channels, which the shadow does
-not know, are written over it (`uploads.py`).
+Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, in this step (staleness
+0) or, from backward on, in the one that comes `visible_after` steps later (staleness 1), the next window's last at
+most; then the selected channels, which the shadow does not know, are written over it (`uploads.py`).
 
 Orders that hold it together, per bucket: an upload waits for the last gradient and for `done`; `step()`'s own writes
 come after it; a copy to the ring follows the fold, and the upload that empties the shadow which the worker will write
@@ -39,7 +40,7 @@ from zenflow.outside import adopt_outside_changes
 from zenflow.ring import Slot
 from zenflow.scalars import StepScalars
 from zenflow.selection import choose_channels, give_owners
-from zenflow.sending import Sender, trace_worker
+from zenflow.sending import Sender, Windows, trace_worker
 from zenflow.storage import ParamRecord, SegmentStorage, tell_autograd
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
@@ -52,14 +53,15 @@ logger = logging.getLogger("zenflow")
 class Pipeline:
     """All state of one optimizer: records, tables, storages, the worker, and the clock that drives them."""
 
-    def __init__(self, config: ZenFlowConfig, device: torch.device) -> None:
+    def __init__(self, config: ZenFlowConfig, device: torch.device, telemetry: Telemetry | None = None) -> None:
+        """telemetry: of the pipeline that this one replaces, if it does."""
         self.config = config
         self.device = device
         self.clock = WindowClock(
             update_interval=config.update_interval,
             select_interval=config.select_interval_steps,
             full_warm_up_rounds=config.full_warm_up_rounds,
-            overlap_step=config.overlap_step,
+            visible_after=config.visible_after_steps,
         )
         self.records: list[ParamRecord] = []
         self.tables: list[Table] = []
@@ -71,14 +73,16 @@ class Pipeline:
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
-        self.telemetry = Telemetry(device)
+        self.telemetry = Telemetry(device) if telemetry is None else telemetry
         self.tracer: Tracer | None = None
         self._gap = ExitStack()  # the span between two steps, while tracing
         self.sender = Sender(device, self.telemetry)
         self.uploads = Uploads(config, device, self.records, self.telemetry)
         self.loaded_hyper: dict[int, np.ndarray] = {}  # `pending_hyper` of results that came with a loaded state
-        self.hyper_log: list[list[tuple[float, ...]]] = []  # one row a step of the running window, one tuple a group
+        # One row a step of the longest running window; in the first, one tuple a group.
+        self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []
+        self.logged = 0  # the window number in the device's log
         self.stepping = False  # a step has begun to count and has not ended: afterwards, it was broken off
         self.highest_t = 0  # no channel's t is above it
         self.counters = dict.fromkeys(("windows", "selections"), 0)
@@ -112,12 +116,11 @@ class Pipeline:
             self.uploads.end_backward(self._is_finite)
             self._select_first(plan.step)
             if self.config.accumulate_on == "host":
-                self.sender.send_gradients(self.records, self.grads, plan.position)
+                self.sender.send_gradients(self.records, self.grads, plan.position % self.config.update_interval)
             for table in self.tables:
                 fused_step(table, self.control, hyper, bias)
             tell_autograd(record for record in self.records if self.grads[record.index] is not None)
-            staleness = self._end_window(plan) if plan.ends_window else None
-        self.clock.finish_step(plan)
+            staleness = self._end_window(plan)
         self.grads = []
         self.telemetry.end_step(staleness)
         self._trace_gap()
@@ -127,14 +130,14 @@ class Pipeline:
         self.stepping = False
 
     def prepare_backward(self) -> None:
-        """Tell the uploads whether the coming backward passes end a window."""
-        self.uploads.prepare(self.clock.next_ends_window)
+        """Tell the uploads which backward passes come next."""
+        self.uploads.prepare(self.clock.state.step + 1)
 
     def drop_gradients(self) -> None:
         """The gradients since the last step are thrown away: weights that went into transit with them arrive first."""
         if self.uploads.begun:
             adopt_outside_changes(self)
-            self.make_visible()
+            self._show(self.uploads.due(self.clock.state.step + 1))
         if self.uploads.arrived:
             self.prepare_backward()
 
@@ -161,57 +164,84 @@ class Pipeline:
             table.bind(self.grads[table.first : table.first + len(table.entries)])
             partial_norms(table, self.partials[first : first + table.n_partials])
             first += table.n_partials
+        self.logged = self.clock.state.window
         partials = self.norm_order.arrange(self.partials, self.tables, self.present_log[-1])
         close_step(
             self.control, partials, self.scalars.present(self.present_log[-1]),
-            window=self.clock.state.window, position=position, max_grad_norm=self.config.max_grad_norm,
+            window=self.logged, position=position, max_grad_norm=self.config.max_grad_norm,
             grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
 
     # Phases 3 to 5
 
     def _end_window(self, plan: StepPlan) -> int | None:
-        """Send this window and show the one before; the staleness of what became visible, None if nothing did."""
-        due = bool(self.uploads.pending)
-        self.uploads.queue_rest()
-        sent = self._send_window(urgent=plan.synchronous or plan.selects)
-        self._land()
-        self.uploads.pending = sent
+        """Send the windows that end and show the results that are due, which may both be none.
+
+        The staleness of what became visible, None if nothing did.
+        """
         candidates = self._candidates() if plan.selects else []
         # The one question that the host asks the device, and only at a window end at which a selection is due.
         selecting = bool(candidates) and self._is_finite()
-        if plan.synchronous or selecting:
-            self.uploads.queue_rest()
-            self._land()
-        if due or plan.synchronous or selecting:
+        ends, prompt = self.clock.cohorts if selecting else plan.ends, plan.synchronous or selecting
+        # What is due, and what is in the place of a result that the worker will write now.
+        due = [sent for sent in self.uploads.pending if sent.due <= plan.step or sent.storage.cohort in ends]
+        self.uploads.queue_rest(due)
+        sent: list[Sent] = []
+        if ends:
+            lengths = {cohort: self.clock.length(cohort) + 1 for cohort in ends}
+            sent = self._send_window(lengths, plan.position + 1, urgent=prompt)
+        if due:
+            self._land(due)
+        self.uploads.pending += sent
+        if prompt:
+            self.uploads.queue_rest(sent)
+            self._land(sent)
+        if due or prompt:
             self.write_selected()
         if selecting:
             with self.telemetry.selection():
                 self._select(candidates, plan.step)
             self.clock.selection_ran()
-        if sent and (plan.synchronous or selecting):
+        self.clock.finish_step(ends)
+        self._trim_logs()
+        if sent and prompt:
             return 0
         return 1 if due else None
 
-    def _send_window(self, urgent: bool) -> list[Sent]:
-        sent = self.sender.send_window(
-            self.storages, self.clock.state.window, self.control.window_log,
-            np.array(self.hyper_log), np.array(self.present_log), urgent,
+    def _send_window(self, lengths: dict[int, int], end: int, urgent: bool) -> list[Sent]:
+        """Send the windows of some cohorts, `lengths` steps each; `end`: the clock's position after their last."""
+        clock = self.clock
+        windows = Windows(
+            self.logged, lengths, end, np.array(self.hyper_log), np.array(self.present_log),
+            due=clock.state.step + clock.visible_after, urgent=urgent,
         )  # fmt: skip
+        sent = self.sender.send_windows(self.storages, windows, self.control.window_log)
         self.counters["windows"] += 1
-        self.hyper_log, self.present_log = [], []
         return sent
 
-    def _land(self) -> None:
-        self.uploads.land()
-        self.loaded_hyper = {}
+    def _trim_logs(self) -> None:
+        """Forget the steps that are in no running window."""
+        longest = min(self.clock.longest, len(self.hyper_log))
+        first = len(self.hyper_log) - longest
+        self.hyper_log, self.present_log = self.hyper_log[first:], self.present_log[first:]
+
+    def _land(self, queued: list[Sent]) -> None:
+        self.uploads.land(queued)
+        if self.loaded_hyper:
+            pending = self.pending_storages()
+            self.loaded_hyper = {
+                index: hyper for index, hyper in self.loaded_hyper.items() if self.records[index].storage in pending
+            }
+
+    def _show(self, wanted: list[Sent]) -> None:
+        if wanted:
+            self.uploads.queue_rest(wanted)
+            self._land(wanted)
+            self.write_selected()
 
     def make_visible(self) -> None:
         """Every result that was sent for is in the weights for all that the compute stream does from now on."""
-        if self.uploads.pending:
-            self.uploads.queue_rest()
-            self._land()
-            self.write_selected()
+        self._show(self.uploads.pending)
 
     def pending_storages(self) -> set[SegmentStorage]:
         """Segments for which a result has been sent for and is not visible yet."""
@@ -253,7 +283,7 @@ class Pipeline:
             self.sender.wait_done(self.sender.sent)
 
     def flush(self) -> None:
-        """End the running window now and make every result visible; returns when the worker has finished them.
+        """End all running windows now and make every result visible; returns when the worker has finished them.
 
         WorkerError if it never will: whoever asks for final weights must not get others.
         """
@@ -262,11 +292,13 @@ class Pipeline:
         adopt_outside_changes(self)
         self.sender.check_gradients()
         self.make_visible()
-        if self.hyper_log:
+        running = {cohort: self.clock.length(cohort) for cohort in self.clock.running}
+        if running:
             self.stepping = True  # a window that is sent in part is as bad as a step that is
-            self.uploads.pending = self._send_window(urgent=True)
-            self.clock.end_window()
+            self.uploads.pending = self._send_window(running, self.clock.state.position, urgent=True)
             self.stepping = False
+        self.clock.restart()
+        self._trim_logs()
         self.wait_for_worker()
         self.make_visible()
         self.write_selected()
@@ -280,7 +312,7 @@ class Pipeline:
         if fresh and self._is_finite():
             with self.telemetry.selection():
                 if self.uploads.in_transit:
-                    self.make_visible()
+                    self._show(self.uploads.due(step))
                 # This step is in `advance` already, and has yet to be applied.
                 self._select(fresh, step, ahead=1)
 
@@ -347,7 +379,7 @@ class Pipeline:
             self.make_visible()
         except WorkerError:
             self.uploads.rescue()
-            self._land()
+            self._land(self.uploads.pending)
             self.write_selected()
 
     def _free(self) -> None:

@@ -108,7 +108,7 @@ class WindowPlans:
         if key not in self._lanes:
             if segment.keeps_steps:
                 nbytes = segment.numel * ITEM_BYTES[segment.ring_dtype]
-                offsets = [nbytes * segment.lane(self.turn, int(step)) for step in np.flatnonzero(counted)]
+                offsets = [nbytes * segment.lane(self.turn, int(place)) for place in slot.places[counted]]
                 self._lanes[key] = make_lanes(offsets, slot.inv_scale[counted], slot.clip[counted])
             else:
                 self._lanes[key] = make_lanes([0], [1.0], [1.0])

@@ -4,13 +4,14 @@ All memory is anonymous (memfd), handed over by descriptor: nothing in /dev/shm,
 (`header.py`) carries the counters of one worker. A `SegmentMemory` is the arenas of one segment: ring and slots, the
 worker's state, the shadow.
 
-Order: the trainer sends, every window, all buckets of all attached segments, segment by segment. The n-th slot sent has
-sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and then raises
-`done` to n.
+Order: at a window's end of some segments the trainer sends all buckets of each of them, segment by segment. The n-th slot
+sent has sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and then
+raises `done` to n. Which segment comes next is for the trainer to say: the one in which the due word becomes n.
 
 Records come in two *turns*: a segment's k-th window (k = 0, 1, ...) takes turn k % 2, so that the trainer can write the
 next window's while the worker reads. A turn holds one window record (what is the same for all buckets: sequence number
-of the first, window, steps, scalars, presence, checksum; and the device's log) and one slot record a bucket (`ready`,
+of the first, window, steps and the place of their first, scalars, presence, checksum; and the device's log, a place for
+each of the latest `max_steps` steps, taken in turn) and one slot record a bucket (`ready`,
 and the worker's times). A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done`
 has reached the last number that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it
 has reached the bucket's last number.
@@ -77,6 +78,7 @@ class Layout:
             "segment": ("u4", 16),
             "n_steps": ("u4", 20),
             "urgent": ("u4", 24),
+            "first": ("u4", 28),
             "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 32),
             "present": (("u1", (steps, matrices)), present),
             "crc": ("u8", crc),
@@ -100,6 +102,7 @@ class Slot:
     counted: np.ndarray  # bool [n_steps, n_matrices]: the parameter was present and the step's gradient finite
     clip: np.ndarray  # float32 [n_steps]: the step's clipping factor
     inv_scale: np.ndarray  # float32 [n_steps]: 1 / its loss scale
+    places: np.ndarray  # int64 [n_steps]: the step's among the lanes of a ring that keeps them
 
 
 @dataclass(frozen=True)
@@ -208,17 +211,19 @@ class SegmentMemory:
         hyper: ArrayLike,
         present: ArrayLike,
         urgent: bool = False,
+        first: int = 0,
     ) -> int:
         """Write the host part of a slot: hyper `[n_steps, n_groups or more, 5]`, present `[n_steps, n_matrices]`.
 
-        urgent: the trainer waits for this window's result.
+        urgent: the trainer waits for this window's result. first: where its first step stands in the device's log, and
+        among the lanes of a ring that keeps steps; after the last place comes the first.
 
         The turn that it took. Buckets come in order; the first writes it for all of them, the others only take part.
         AssertionError if the worker has not finished with that turn's last window, or a bucket is out of order.
         """
         turn = self.turn(bucket)
         if bucket == 0:
-            self._write_window(turn, seq, window, n_steps, hyper, present, urgent)
+            self._write_window(turn, seq, window, n_steps, hyper, present, urgent, first)
         else:
             assert self._uses[bucket] + 1 == self._uses[bucket - 1], f"bucket {bucket} before bucket {bucket - 1}"
             expected = self._last_seq[turn] - len(self._uses) + 1 + bucket
@@ -235,6 +240,7 @@ class SegmentMemory:
         hyper: ArrayLike,
         present: ArrayLike,
         urgent: bool,
+        first: int,
     ) -> None:
         assert self.header is not None, "attach the memory to a worker first"
         last = self._last_seq[turn]
@@ -243,11 +249,19 @@ class SegmentMemory:
         fields = self._fields
         fields["seq"][turn], fields["window"][turn] = seq, window
         fields["segment"][turn], fields["n_steps"][turn] = self.segment.index, n_steps
-        fields["urgent"][turn] = urgent
+        fields["urgent"][turn], fields["first"][turn] = urgent, first
         fields["hyper"][turn, :n_steps] = np.asarray(hyper, dtype=np.float64)[:n_steps, : self.segment.n_groups]
         fields["present"][turn, :n_steps] = np.asarray(present)[:n_steps]
         fields["crc"][turn] = zlib.crc32(self._host[turn])
         self._last_seq[turn] = seq + len(self._uses) - 1
+
+    def last_seq(self, turn: int) -> int:
+        """The last number that the trainer has sent with this turn; 0 before the first."""
+        return self._last_seq[turn]
+
+    def window(self, turn: int) -> int:
+        """The number of this turn's window."""
+        return int(self._fields["window"][turn])
 
     def is_urgent(self, turn: int) -> bool:
         """Whether the trainer waits for the result of this turn's window."""
@@ -255,7 +269,9 @@ class SegmentMemory:
 
     def read_slot(self, bucket: int, seq: int, turn: int) -> Slot:
         """The content of a slot whose `ready` is `seq`; TornSlotError, naming the slot, if its parts disagree."""
-        record = {name: int(self._fields[name][turn]) for name in ("seq", "window", "segment", "n_steps", "crc")}
+        record = {
+            name: int(self._fields[name][turn]) for name in ("seq", "window", "segment", "n_steps", "first", "crc")
+        }
         log, window, steps = self._fields["device_log"][turn], record["window"], record["n_steps"]
         first, last = (int(end.view(np.uint64)[0]) for end in (log[:LOG_END], log[-LOG_END:]))
         parts = {
@@ -266,17 +282,20 @@ class SegmentMemory:
             "first window word": (first, window),
             "last window word": (last, window),
             "steps": (steps, min(max(steps, 1), self.segment.max_steps)),
+            "first": (record["first"], record["first"] % self.segment.max_steps),
         }
         wrong = [f"{name} is {found}, expected {right}" for name, (found, right) in parts.items() if found != right]
         if wrong:
             place = f"segment {self.segment.index}, bucket {bucket}, window {window}"
             raise TornSlotError(f"slot {seq} ({place}) is torn or out of order: {', '.join(wrong)}")
-        words = log[LOG_END:-LOG_END].reshape(-1, LOG_STEP)[:steps].copy()
+        places = (record["first"] + np.arange(steps)) % self.segment.max_steps
+        words = log[LOG_END:-LOG_END].reshape(-1, LOG_STEP)[places]
         return Slot(
             hyper=self._fields["hyper"][turn, :steps].copy(),
             counted=(self._fields["present"][turn, :steps] != 0) & (words[:, :1] != 0),
             clip=words[:, 1].copy().view(np.float32),
             inv_scale=words[:, 2].copy().view(np.float32),
+            places=places,
         )
 
     def close(self) -> None:

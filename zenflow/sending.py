@@ -8,8 +8,8 @@ that empties the shadow which the worker will write next; the slot's `ready` wor
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,24 @@ from zenflow.trace import Tracer, span
 from zenflow.uploads import Sent
 
 
+@dataclass(frozen=True)
+class Windows:
+    """Windows that end together, in the segments of different cohorts.
+
+    number: of all of them; lengths: steps, by cohort; end: the last step's place in the device's log, plus 1. hyper
+    float64 `[steps, groups, 5]` and present bool `[steps, records]`, of the latest steps. due: the step at whose end
+    their results become visible; urgent: they are waited for, so the worker shall take all its threads.
+    """
+
+    number: int
+    lengths: Mapping[int, int]
+    end: int
+    hyper: np.ndarray
+    present: np.ndarray
+    due: int
+    urgent: bool
+
+
 class Sender:
     """The copy stream and the order of slots. `sent`: slots sent since the worker started."""
 
@@ -35,13 +53,12 @@ class Sender:
         self._device = device
         self._telemetry = telemetry
         self._words = stream_words(device)
-        self._window_ends: deque[int] = deque(maxlen=2)  # last slots of the latest windows
         self._copied = torch.cuda.Event() if self.stream is not None else None
         # Raw gradients that may still be on their way: record, gradient and its version when it was sent.
         self._leaving: list[tuple[ParamRecord, weakref.ref[Tensor], int]] = []
 
     def wait_for_copies(self) -> None:
-        """There is one accumulator and one log of the window: the next step's decision waits until they are sent."""
+        """There is one accumulator and one log: the next step's decision waits until they are sent."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
@@ -66,16 +83,16 @@ class Sender:
             torch.cuda.current_stream(self._device).wait_stream(self.stream)
         self._leaving = []
 
-    def send_gradients(self, records: Iterable[ParamRecord], grads: Sequence[Tensor | None], position: int) -> None:
-        """Queue the raw gradients of one step, which is the window's step `position`, for their lanes in the ring."""
+    def send_gradients(self, records: Iterable[ParamRecord], grads: Sequence[Tensor | None], place: int) -> None:
+        """Queue the raw gradients of one step for their lanes in the ring; `place`: the step's in the device's log."""
         self._follow_compute()
         sent, leaving = 0, []
-        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {position}", self.stream):
+        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {place}", self.stream):
             for record in records:
                 grad = grads[record.index]
                 if record.storage is None or grad is None:
                     continue
-                record.lane(record.storage.memory.turn(0), position).copy_(
+                record.lane(record.storage.memory.turn(0), place).copy_(
                     grad.view(record.weight.shape), non_blocking=True
                 )
                 if self.stream is not None:
@@ -86,56 +103,56 @@ class Sender:
         self._leaving = leaving
         self._telemetry.add(bytes_to_host=sent)
 
-    def send_window(
-        self,
-        storages: Sequence[SegmentStorage],
-        window: int,
-        window_log: Tensor,
-        hyper: np.ndarray,
-        present: np.ndarray,
-        urgent: bool,
-    ) -> list[Sent]:
-        """Queue all buckets of a window: scalars `[steps, groups, 5]`, presence bool `[steps, records]`.
-
-        urgent: its result is waited for, so the worker shall take all its threads.
-        """
+    def send_windows(self, storages: Sequence[SegmentStorage], windows: Windows, window_log: Tensor) -> list[Sent]:
+        """Queue all buckets of those segments in whose cohorts windows end."""
+        storages = [storage for storage in storages if storage.cohort in windows.lengths]
         if not storages:
             return []
-        self._free_records()
+        self._free_records(storages)
         ready = self._ready_words(sum(len(storage.segment.buckets) for storage in storages))
         self._follow_compute()  # which has made the words, too
         sent: list[Sent] = []
         with torch.cuda.stream(self.stream):
             for storage in storages:
-                trace_worker(self.tracer, storage, storage.memory.turn(0))
-                members = present[:, storage.indices]
-                for bucket in storage.segment.buckets:
-                    seq = self.sent + len(sent) + 1
-                    turn = storage.memory.write_slot(bucket.index, seq, window, len(hyper), hyper, members, urgent)
-                    sent.append(Sent(storage, bucket, seq, turn, window))
-                    if bucket.index == 0:
-                        self._copy(storage.logs[turn], window_log)
-                    if self.stream is not None:
-                        # The worker answers `ready` by writing the shadow: only once the last upload has left it.
-                        self.stream.wait_event(storage.uploaded[bucket.index])
-                    if storage.accumulator is not None:
-                        self._send_sum(sent[-1])
-                    self._raise_ready(sent[-1], ready[len(sent) - 1 :])
+                self._send_segment(storage, windows, window_log, sent, ready)
             if self._copied is not None:
                 self._copied.record()
         self.sent += len(sent)
-        self._window_ends.append(self.sent)
         return sent
+
+    def _send_segment(
+        self, storage: SegmentStorage, windows: Windows, window_log: Tensor, sent: list[Sent], ready: Tensor
+    ) -> None:
+        memory = storage.memory
+        trace_worker(self.tracer, storage, memory.turn(0))
+        # Of a cohort that began in the middle of a window there may be fewer steps; its matrices had no gradients then.
+        steps = min(windows.lengths[storage.cohort], len(windows.hyper))
+        latest = slice(len(windows.hyper) - steps, None)
+        hyper, present = windows.hyper[latest], windows.present[latest, storage.indices]
+        first = (windows.end - steps) % storage.segment.max_steps
+        for bucket in storage.segment.buckets:
+            seq = self.sent + len(sent) + 1
+            turn = memory.write_slot(bucket.index, seq, windows.number, steps, hyper, present, windows.urgent, first)
+            sent.append(Sent(storage, bucket, seq, turn, windows.number, windows.due))
+            if bucket.index == 0:
+                self._copy(storage.logs[turn], window_log)
+            if self.stream is not None:
+                # The worker answers `ready` by writing the shadow: only once the last upload has left it.
+                self.stream.wait_event(storage.uploaded[bucket.index])
+            if storage.accumulator is not None:
+                self._send_sum(sent[-1])
+            self._raise_ready(sent[-1], ready[len(sent) - 1 :])
 
     def finish_copies(self) -> None:
         """Until all that was queued is on the host."""
         if self.stream is not None:
             self.stream.synchronize()
 
-    def _free_records(self) -> None:
-        """Wait until the worker has read the records that this window takes: those of the window before the last."""
-        if len(self._window_ends) == 2:
-            self.wait_done(self._window_ends[0])
+    def _free_records(self, storages: Sequence[SegmentStorage]) -> None:
+        """Wait until the worker has read the records that these windows take: those of the windows before the last."""
+        last = max(storage.memory.last_seq(storage.memory.turn(0)) for storage in storages)
+        if last:
+            self.wait_done(last)
 
     def wait_done(self, seq: int) -> None:
         """Until the worker has processed slot `seq`."""

@@ -206,15 +206,17 @@ class Pins:
 class SegmentStorage:
     """One segment: flat weights and accumulator on `device`, and torch views of its shared memory.
 
+    cohort: of all its matrices, see `window.py`.
+
     `weights` `[numel]` and `accumulator` `[numel]` (None where the worker sums the gradients) are on the device; `ring`
     `[lanes * numel]` and `shadow` `[numel]` are their counterparts on the host, `state` the worker's master and
     moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. For fp32 weights `shadow` is the master itself.
     `logs` and `slots` are by turn, `slots` by bucket too.
     """
 
-    def __init__(self, segment: Segment, device: torch.device, cores: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, cohort: int, device: torch.device, cores: Sequence[int]) -> None:
         """cores: the worker's, near which the shared memory shall lie."""
-        self.segment = segment
+        self.segment, self.cohort = segment, cohort
         self.indices: list[int] = []  # of its matrices' records in StepControl
         self.members: list[tuple[int, ...]] = []  # of the records in each bucket
         self.memory = SegmentMemory.create(segment, cores=cores)

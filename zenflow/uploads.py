@@ -1,4 +1,5 @@
-"""Phase 5: the worker's results go from the shadow straight into the weights, under the last backward pass.
+"""Phase 5: the worker's results go from the shadow straight into the weights, under the last backward pass before they
+are due.
 
 A hook on each deferred parameter sees its gradient arrive. Once all gradients of a bucket exist, backward needs its
 weights no more, and the upload stream takes the bucket over as soon as the worker has finished it. From then until
@@ -48,6 +49,7 @@ class Sent:
     seq: int
     turn: int  # which of the bucket's two slot records holds the window
     window: int
+    due: int  # the step at whose end it becomes visible
 
 
 class Uploads:
@@ -78,7 +80,6 @@ class Uploads:
         self._poisoned: set[tuple[int, int]] = set()  # buckets that are being tried, by segment and bucket
         self._passed: set[tuple[int, int]] = set()
         self._held: set[int] = set()  # records whose weights are in transit
-        self._armed = False
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
         self._handles: list[Any] = []
@@ -102,19 +103,24 @@ class Uploads:
 
     # Between two steps
 
-    def prepare(self, next_uploads: bool) -> None:
-        """Set the hooks that the coming backward passes need; `next_uploads`: the next step ends a window."""
+    def due(self, step: int) -> list[Sent]:
+        """What is pending and has to be visible at the end of step `step`."""
+        return [sent for sent in self.pending if sent.due <= step]
+
+    def prepare(self, step: int) -> None:
+        """Set the hooks that the backward passes of step `step`, the coming one, need."""
         self._remove_hooks()
         self._arrivals.begin_step()
         if not self._in_backward:
             return
-        self._armed = next_uploads and bool(self.pending)
-        watched = self._records if self._armed else [r for r in self._records if self._passes_of(r) is None]
+        due = self.due(step)
+        landing = {index for sent in due for index in sent.storage.members[sent.bucket.index]}
+        watched = [r for r in self._records if r.index in landing or self._passes_of(r) is None]
         watched = [record for record in watched if record.storage is not None and record.param.requires_grad]
         if not watched:
             return
-        self._plan_jobs()
-        if self._armed:
+        self._plan_jobs(due)
+        if due:
             _mention_compilation()
         me = weakref.ref(self)
         for record in watched:
@@ -155,11 +161,9 @@ class Uploads:
         """Gradients of a parameter a step; 0 if they vary, None if that is not known yet."""
         return self._arrivals.usual(record.index) if self._passes is None else self._passes
 
-    def _plan_jobs(self) -> None:
+    def _plan_jobs(self, due: Sequence[Sent]) -> None:
         self._jobs = {}
-        if not self._armed:
-            return
-        for sent in self.pending:
+        for sent in due:
             members = sent.storage.members[sent.bucket.index]
             if all(self._passes_of(self._records[index]) for index in members):
                 job = _Job(sent, len(members))
@@ -287,14 +291,14 @@ class Uploads:
                     TRIES,
                 )
 
-    def queue_rest(self) -> None:
-        """Queue every upload that backward has not."""
+    def queue_rest(self, wanted: Sequence[Sent]) -> None:
+        """Queue those of these uploads that backward has not."""
         self._remove_hooks()
-        if self.stream is not None and len(self._queued) < len(self.pending):
+        rest = [sent for sent in wanted if sent not in self._queued]
+        if self.stream is not None and rest:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        for sent in self.pending:
-            if sent not in self._queued:
-                self._upload(sent)
+        for sent in rest:
+            self._upload(sent)
 
     def rescue(self) -> None:
         """Leave no weights in transit though the worker has failed: they take what its shadow holds."""
@@ -303,24 +307,21 @@ class Uploads:
             if sent not in self._queued and not self._held.isdisjoint(members):
                 self._copy(sent)
 
-    def land(self) -> None:
-        """What the compute stream does from now on sees every queued upload."""
-        if self.pending and self.stream is not None:
+    def land(self, queued: Sequence[Sent]) -> None:
+        """What the compute stream does from now on sees these uploads, all that are queued."""
+        if queued and self.stream is not None:
             compute = torch.cuda.current_stream(self._device)
             with self._telemetry.stall(), span(self.tracer, "GPU compute", "stall", compute):
                 compute.wait_stream(self.stream)
-        self.forget()
-
-    def forget(self) -> None:
-        """Nothing is pending any more."""
         self._remove_hooks()
-        self.pending, self._queued, self._held = [], set(), set()
-        self._poisoned, self._begun = set(), False
+        landed = set(queued)
+        self.pending = [sent for sent in self.pending if sent not in landed]
+        self._queued, self._held, self._poisoned, self._begun = set(), set(), set(), False
 
     def _remove_hooks(self) -> None:
         _remove(self._handles)
         self.hooks += 1
-        self._jobs, self._armed = {}, False
+        self._jobs = {}
 
 
 @dataclass(eq=False)

@@ -37,8 +37,8 @@ class Worker:
 
     control: the socket of messages and descriptors; header: the counters that the trainer reads; parent: the trainer's
     id. connection: messages of `control`; settings, threads: as the trainer has sent them; library: the compiled pass,
-    if there is one; pace: the threads of each window; position: in `route`, the place whose slot is due; done: slots
-    processed; running: false ends it.
+    if there is one; pace: the threads of each window; segments: the places of each, by bucket; due: the next place in a
+    segment that has begun, None between two; done: slots processed; running: false ends it.
     """
 
     def __init__(self, control: socket.socket, header: Header, parent: int) -> None:
@@ -47,8 +47,9 @@ class Worker:
         self.settings, self.threads = WorkerSettings(), 1
         self.pace = Pace(1, adapt=False)
         self.library = native.load()
-        self.route: list[Place] = []  # a window: every bucket of every segment, in sending order
-        self.position = 0
+        self.segments: list[list[Place]] = []
+        self.due: Place | None = None
+        self.window = 0  # of the latest slot
         self.done = 0
         self.running = True
 
@@ -56,57 +57,78 @@ class Worker:
         """Until the trainer says stop or is gone."""
         idle_since = time.monotonic_ns()
         while self.running:
-            if self.route and self._arrived():
-                self._process()
+            place = self._arrived()
+            if place is not None:
+                self._process(place)
                 self._receive(0)
                 idle_since = time.monotonic_ns()
                 continue
             idle = time.monotonic_ns() - idle_since
-            if idle > SPIN_NS or not self.route:
+            if idle > SPIN_NS or not self.segments:
                 self._check_order()
                 self._receive(next(poll for since, poll in reversed(POLLS) if idle >= since * 1e9))
 
-    def _arrived(self) -> bool:
-        place = self.route[self.position]
-        ready = place.ready()
-        if ready == self.done + 1:
-            return True
-        if ready != place.last[place.turn]:
+    def _candidates(self) -> list[Place]:
+        """Where the next slot may come: in the segment that has begun, or else at the beginning of any."""
+        return [places[0] for places in self.segments] if self.due is None else [self.due]
+
+    def _arrived(self) -> Place | None:
+        """The place whose slot is the next one, if that is ready. TornSlotError where another has come in its stead."""
+        next_slot, strangers = self.done + 1, []
+        for place in self._candidates():
+            ready = place.ready()
+            if ready == next_slot:
+                return place
+            if ready != place.last[place.turn]:
+                strangers.append((place, ready))
+        for place, ready in strangers:
+            # Slots become ready in their order: a later one that is, is so after the next one, which was looked at
+            # before it came.
+            if ready > next_slot and (first := self._find(next_slot)) is not None:
+                return first
             raise TornSlotError(
                 f"segment {place.work.memory.segment.index}, bucket {place.bucket}: ready is {ready} "
-                f"while slot {self.done + 1} is due"
+                f"while slot {next_slot} is due"
             )
-        return False
+        return None
+
+    def _find(self, seq: int) -> Place | None:
+        return next((place for place in self._candidates() if place.ready() == seq), None)
 
     def _check_order(self) -> None:
         """A later slot must not be ready before an earlier one: then the earlier one has been lost."""
-        if not self.route:
-            return
-        place = self.route[self.position]
-        if place.ready(later=True) != place.last[place.turn ^ 1] and not self._arrived():
-            raise TornSlotError(f"bucket {place.bucket}: the next window is ready before slot {self.done + 1}")
-        if self.position + 1 >= len(self.route):
-            return
-        place = self.route[self.position + 1]
-        if place.ready() == self.done + 2 and not self._arrived():
-            raise TornSlotError(f"slot {self.done + 2} (bucket {place.bucket}) is ready before slot {self.done + 1}")
+        next_slot = self.done + 1
+        for place in self._candidates():
+            if place.ready(later=True) != place.last[place.turn ^ 1] and self._find(next_slot) is None:
+                raise TornSlotError(f"bucket {place.bucket}: the next window is ready before slot {next_slot}")
+            following = self._following(place)
+            if following is not None and following.ready() == next_slot + 1 and self._find(next_slot) is None:
+                raise TornSlotError(
+                    f"slot {next_slot + 1} (bucket {following.bucket}) is ready before slot {next_slot}"
+                )
 
-    def _process(self) -> None:
+    def _following(self, place: Place) -> Place | None:
+        """The next place in the same segment."""
+        places = next(places for places in self.segments if places[0].work is place.work)
+        return places[place.bucket + 1] if place.bucket + 1 < len(places) else None
+
+    def _process(self, place: Place) -> None:
         started = time.monotonic_ns()
-        place = self.route[self.position]
-        if self.position == 0:
-            self._take_threads(self.pace.begin(started, place.work.memory.is_urgent(place.turn)))
+        memory = place.work.memory
+        if memory.window(place.turn) != self.window:
+            self.window = memory.window(place.turn)
+            self._take_threads(self.pace.begin(started, memory.is_urgent(place.turn)))
         place.work.process(place.bucket, self.done + 1, place.turn)
         self.done += 1
         finished = place.finish(self.done, started)
-        self.position = (self.position + 1) % len(self.route)
+        self.due = self._following(place)
         self.pace.worked(finished - started)
         self.header.beat()
         self.header.finish(self.done, finished - started)
 
     def _take_threads(self, threads: int) -> None:
-        for work in {place.work: None for place in self.route}:
-            work.set_threads(threads)
+        for places in self.segments:
+            places[0].work.set_threads(threads)
         self.header.threads = threads
 
     def _receive(self, timeout: float) -> None:
@@ -141,7 +163,7 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _attach(self, segment: Segment, n_fds: int) -> None:
-        assert self.position == 0, "a segment can only be attached between two windows"
+        assert self.due is None, "a segment can only be attached between two windows"
         _, fds, _, _ = socket.recv_fds(self.control, 1, n_fds)
         if len(fds) < n_fds:  # the kernel drops those for which this process has no room
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -151,18 +173,19 @@ class Worker:
             arena.populate(self.threads)
             self.header.beat()
         work = SegmentWork(memory, self.settings, threads=self.threads, library=self.library)
-        self.route += [Place(work, bucket.index) for bucket in segment.buckets]
+        self.segments.append([Place(work, bucket.index) for bucket in segment.buckets])
         self.connection.send(("attached", segment.index))
 
     def _exchange(self, segment: int, orders: list[exchange.Order]) -> None:
-        memory = next(p.work.memory for p in self.route if p.work.memory.segment.index == segment)
+        memories = (places[0].work.memory for places in self.segments)
+        memory = next(memory for memory in memories if memory.segment.index == segment)
         exchange.carry_out(memory, orders, self.threads, self.library)
         self.header.beat()
         self.connection.send(("exchanged", segment))
 
 
 class Place:
-    """A bucket in the route; turn: of the slot that is due; last: the number that each turn's slot carried last."""
+    """A bucket's slots; turn: of the slot that is due; last: the number that each turn's slot carried last."""
 
     def __init__(self, work: SegmentWork, bucket: int) -> None:
         self.work, self.bucket = work, bucket

@@ -7,6 +7,9 @@
 
 One program adds everything in a fixed order, so the bits are the same in every run. `norm` is finite exactly when the
 gradient is, because `partial_norms` sums in float64.
+
+Windows of a parameter in cohort c end c, c + U, c + 2U, ... steps after a common start, U being `max_steps`: at the first
+step of each its count begins anew.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ N_STAMP, N_LOG = tl.constexpr(STAMP_WORDS), tl.constexpr(LOG_WORDS)
 FINITE, CLIP, INV_SCALE, ZERO = (tl.constexpr(w) for w in (LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO))
 
 
-@triton.jit(do_not_specialize=["n_partials", "n_params", "position", "limit_bits", "window", "max_steps"])
+@triton.jit(do_not_specialize=["n_partials", "n_params", "position", "row", "limit_bits", "window", "max_steps"])
 def _close_step_kernel(
     partials_ptr, present_ptr, grad_scale_ptr, found_inf_ptr,
     finite_ptr, clip_ptr, inv_scale_ptr, norm_ptr, skipped_ptr,
-    window_log_ptr, count_ptr, fold_ptr, advance_ptr,
-    n_partials, n_params, position, limit_bits, window, max_steps,
+    window_log_ptr, cohort_ptr, count_ptr, fold_ptr, advance_ptr,
+    n_partials, n_params, position, row, limit_bits, window, max_steps,
     HAS_LIMIT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +74,7 @@ def _close_step_kernel(
     tl.store(inv_scale_ptr, inv_scale)
     tl.store(norm_ptr, norm.to(tl.float32))
     tl.store(skipped_ptr, tl.load(skipped_ptr) + tl.where(finite, 0, 1))
-    log_ptr = window_log_ptr + N_STAMP + N_LOG * position
+    log_ptr = window_log_ptr + N_STAMP + N_LOG * row
     tl.store(log_ptr + FINITE, finite.to(tl.int32))
     tl.store(log_ptr + CLIP, clip.to(tl.int32, bitcast=True))
     tl.store(log_ptr + INV_SCALE, inv_scale.to(tl.int32, bitcast=True))
@@ -85,8 +88,9 @@ def _close_step_kernel(
         offs = offset + tl.arange(0, BLOCK_P)
         mask = offs < n_params
         counted = tl.where(tl.load(present_ptr + offs, mask=mask, other=0) != 0, finite.to(tl.int32), 0)  # [BLOCK_P]
-        count = tl.load(count_ptr + offs, mask=mask, other=0)
-        count = tl.where(position == 0, 0, count)
+        late = position - tl.load(cohort_ptr + offs, mask=mask, other=1)
+        begins = (position == 0) | ((late >= 0) & (late % max_steps == 0))
+        count = tl.where(begins, 0, tl.load(count_ptr + offs, mask=mask, other=0))
         advance = tl.load(advance_ptr + offs, mask=mask, other=0)
         fold = tl.where(count == 0, OVERWRITE, ADD)
         tl.store(fold_ptr + offs, tl.where(counted == 0, NONE, fold), mask=mask)
@@ -108,13 +112,13 @@ def close_step(
     """Decide this step from the partial sums of all tables and write it into `control`.
 
     `partials` f64 `[n]`; `present` int32 `[P]`, 1 where the parameter has a gradient; `window` the number of the
-    running window and `position` the step's place in it (0 starts a new one: the counts begin again). `grad_scale` and
-    `found_inf` are GradScaler's, one element each, read on the device. A step is finite if the norm is and `found_inf`
-    is 0; then every present parameter folds (overwriting at its first counted step of the window) and its count and
-    advance grow by 1.
+    next window that ends and `position` the number of steps since all windows began together, or that less any multiple
+    of U as long as U remain. `grad_scale` and `found_inf` are GradScaler's, one element each, read on the device. A step
+    is finite if the norm is and `found_inf` is 0; then every present parameter folds (overwriting at its first counted
+    step of the window) and its count and advance grow by 1.
     """
-    if not 0 <= position < control.max_steps:
-        raise ValueError(f"position must be in [0, {control.max_steps}), got {position}")
+    if not 0 <= position < 2 * control.max_steps:
+        raise ValueError(f"position must be in [0, {2 * control.max_steps}), got {position}")
     if present.dtype != torch.int32 or present.shape != control.count.shape:
         raise ValueError(
             f"present must be torch.int32 {tuple(control.count.shape)}, got {tuple(present.shape)} of {present.dtype}"
@@ -129,8 +133,9 @@ def close_step(
             partials, present,
             control.inv_scale if grad_scale is None else grad_scale, control.finite if found_inf is None else found_inf,
             control.finite, control.clip, control.inv_scale, control.norm, control.skipped,
-            control.window_log, control.count, control.fold, control.advance,
-            partials.numel(), present.numel(), position, _float64_bits(max_grad_norm), window, control.max_steps,
+            control.window_log, control.cohort, control.count, control.fold, control.advance,
+            partials.numel(), present.numel(), position, position % control.max_steps,
+            _float64_bits(max_grad_norm), window, control.max_steps,
             HAS_LIMIT=max_grad_norm is not None, HAS_SCALE=grad_scale is not None, HAS_FOUND=found_inf is not None,
             BLOCK=SUM_BLOCK, BLOCK_P=PARAMETER_BLOCK,
             num_warps=8, **EXACT,
@@ -169,7 +174,7 @@ def close_step_reference(
     control.inv_scale.copy_(inv)
     control.norm.copy_(norm)
     control.skipped.add_(~finite)
-    log = control.window_log[STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS)[position]
+    log = control.window_log[STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS)[position % control.max_steps]
     log[LOG_FINITE].copy_(finite.view(()))
     log[LOG_CLIP].copy_(control.clip.view(torch.int32).view(()))
     log[LOG_INV_SCALE].copy_(control.inv_scale.view(torch.int32).view(()))
@@ -177,8 +182,9 @@ def close_step_reference(
     words = torch.tensor([window], dtype=torch.int64, device="cpu").view(torch.int32).to(log.device)
     control.window_log[:STAMP_WORDS].copy_(words)
     control.window_log[-STAMP_WORDS:].copy_(words)
-    if position == 0:
-        control.count.zero_()
+    late = position - control.cohort
+    begins = (late >= 0) & (late % control.max_steps == 0)
+    control.count.masked_fill_(begins if position else torch.ones_like(begins), 0)
     counted = (present != 0) & finite
     first = torch.where(control.count == 0, FOLD_OVERWRITE, FOLD_ADD)
     control.fold.copy_(torch.where(counted, first, FOLD_NONE))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD = 0, 1, 2
 
-# The window's log, int32: its number, then the words of each step, then the number again.
+# The log, int32: the number of the window, then the words of each step, then the number again.
 STAMP_WORDS = 2
 LOG_WORDS = 4
 LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO = range(LOG_WORDS)
@@ -27,8 +27,9 @@ def log_words(max_steps: int) -> int:
 class StepControl:
     """Device tensors that outlive the step; their addresses never change.
 
-    `window_log` int32 `[log_words(max_steps)]`: the window's number (low word, high word), then four words a step
-    (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), then the number again.
+    `window_log` int32 `[log_words(max_steps)]`: the window's number (low word, high word), then four words for each of
+    the latest `max_steps` steps (finite, clip as the bits of an fp32, inverse loss scale likewise, 0), whose places are
+    taken in turn, then the number again. `cohort` says when the windows of a parameter end, see `close_step`.
     """
 
     window_log: Tensor
@@ -37,13 +38,14 @@ class StepControl:
     inv_scale: Tensor  # fp32 [1]
     norm: Tensor  # fp32 [1]: norm of the unscaled gradient before clipping
     skipped: Tensor  # int64 [1]: steps skipped so far
-    count: Tensor  # int32 [P]: steps of this window that were present and finite
+    cohort: Tensor  # int32 [P], 1 to max_steps
+    count: Tensor  # int32 [P]: steps of its window that were present and finite
     fold: Tensor  # int32 [P]: FOLD_NONE, FOLD_OVERWRITE or FOLD_ADD in this step
     advance: Tensor  # int32 [P]: AdamW updates since an entry's `start` was written
 
     @classmethod
     def create(cls, n_params: int, max_steps: int, device: torch.device | str) -> StepControl:
-        """Zeroed control of `n_params` parameters and windows of at most `max_steps` steps."""
+        """Zeroed control of `n_params` parameters and windows of at most `max_steps` steps, all of the last cohort."""
         if n_params < 0 or max_steps < 1:
             raise ValueError(f"StepControl needs n_params >= 0 and max_steps >= 1, got {n_params} and {max_steps}")
 
@@ -57,6 +59,7 @@ class StepControl:
             inv_scale=zeros(1, torch.float32),
             norm=zeros(1, torch.float32),
             skipped=zeros(1, torch.int64),
+            cohort=torch.full((n_params,), max_steps, dtype=torch.int32, device=device),
             count=zeros(n_params, torch.int32),
             fold=zeros(n_params, torch.int32),
             advance=zeros(n_params, torch.int32),

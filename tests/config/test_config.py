@@ -22,6 +22,8 @@ BAD = {
     "steps_per_epoch": [0, -1, 7.5, True, "auto", NAN],
     "full_warm_up_rounds": [-1, 0.5, True, "auto", None, NAN],
     "overlap_step": ["true", "auto", 1, 0, None, 0.0],
+    "stagger": ["true", "auto", 1, 0, None],
+    "visible_after": [0, -1, 5, 2.0, True, NAN, "2", "AUTO", None, np.int64(0)],
     "channel_dim": ["columns", 0, 1, None, True],
     "importance": ["squared", "abs", None, 2],
     "deferred_rule": ["replayed", "replay", None, True],
@@ -48,6 +50,8 @@ GOOD = {
     "steps_per_epoch": [None, 1, np.int64(1000)],
     "full_warm_up_rounds": [0, 10, np.int16(3)],
     "overlap_step": [True, False, np.bool_(False)],
+    "stagger": [True, False, np.bool_(True)],
+    "visible_after": ["auto", 1, 4, np.int64(2)],
     "channel_dim": ["column", "row"],
     "importance": ["square", "magnitude"],
     "deferred_rule": ["accumulate"],
@@ -100,6 +104,8 @@ def test_defaults_are_the_documented_ones():
         "steps_per_epoch": None,
         "full_warm_up_rounds": 0,
         "overlap_step": True,
+        "stagger": False,
+        "visible_after": "auto",
         "channel_dim": "column",
         "importance": "square",
         "deferred_rule": "accumulate",
@@ -137,6 +143,31 @@ def test_a_ring_of_raw_gradients_has_their_dtype(dtype):
     assert ZenFlowConfig(ring_dtype=dtype).ring_dtype == dtype
     with pytest.raises(ValueError, match=rf"^ring_dtype is '{dtype}'; allowed: 'auto' under accumulate_on='host'"):
         ZenFlowConfig(accumulate_on="host", ring_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, 4),
+        ({"update_interval": 7}, 7),
+        ({"visible_after": 3}, 3),
+        ({"overlap_step": False}, 0),
+        ({"overlap_step": False, "stagger": True}, 0),
+        ({"stagger": True}, 2),
+        ({"stagger": True, "update_interval": 1}, 1),
+        ({"stagger": True, "update_interval": "auto", "visible_after": 4}, 4),
+    ],
+    ids=str,
+)
+def test_steps_until_a_result_is_visible(fields, steps):
+    assert ZenFlowConfig(**fields).visible_after_steps == steps
+
+
+def test_a_result_waits_for_its_next_window_s_end_at_most():
+    with pytest.raises(ValueError, match=r"^visible_after is 9; allowed: 1 to 8, which is update_interval"):
+        ZenFlowConfig(update_interval=8, visible_after=9)
+    with pytest.raises(ValueError, match=r"^visible_after is 1; allowed: 'auto' under overlap_step=False"):
+        ZenFlowConfig(overlap_step=False, visible_after=1)
 
 
 def test_unknown_field_is_named():

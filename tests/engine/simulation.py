@@ -1,7 +1,7 @@
 """ZenFlow in plain torch on the CPU, one process, one step at a time: slow, obvious, and exact.
 
 Nothing is shared with the engine but the table of bias corrections. `Reference` is AdamW with fp32 masters in the
-written order of operations; `Simulation` adds owners, windows, staleness, selection, warm-up and skips. Both are fed
+written order of operations; `Simulation` adds owners, windows, cohorts, delay, selection, warm-up and skips. Both are fed
 gradients and keep, for every channel, its owner, its step count t, its master and its two moments.
 """
 
@@ -25,6 +25,8 @@ DEFAULTS = {
     "select_interval": 100,
     "full_warm_up_rounds": 0,
     "overlap_step": True,
+    "stagger": False,
+    "visible_after": "auto",
     "channel_dim": "column",
     "importance": "square",
     "deferred_rule": "accumulate",
@@ -71,6 +73,8 @@ class State:
     counted: list[Group] = field(default_factory=list)  # the group's settings at each counted step of this window
     kept: list[Tensor] = field(default_factory=list)  # and the clipped gradients of these steps, for `replay`
     pending: Tensor | None = None  # a finished result that is not visible yet
+    age: int = 0  # steps since the last step of its window
+    cohort: int | None = None  # under `stagger`, once it has been laid out
 
     @classmethod
     def of(cls, weight: Tensor, row_channels: bool, whole: bool) -> State:
@@ -135,9 +139,10 @@ class Simulation:
         smallest = self.settings["min_deferred_numel"]
         self.states = [State.of(w, row, w.dim() < 2 or w.numel() < smallest) for w in weights]
         self.steps = self.skipped = self.windows = 0
-        self.position = 0  # steps taken in the running window
+        self.position = 0  # steps since all windows began together
         self.due = False
         self.norm = 0.0
+        self._lay_out(self.states)
 
     def visible(self, index: int) -> Tensor:
         return self.states[index].visible.reshape(self.shapes[index])
@@ -145,6 +150,7 @@ class Simulation:
     def step(self, grads: Sequence[Tensor | None], grad_scale: float = 1.0, found_inf: bool = False) -> None:
         grads = [None if g is None else g.detach().cpu() for g in grads]
         flat = [None if g is None else g.reshape(s.master.shape) for g, s in zip(grads, self.states, strict=True)]
+        self._lay_out([s for s, g in zip(self.states, grads, strict=True) if s.cohort is None and g is not None])
         self.steps += 1
         inverse = f32(1 / float(f32(grad_scale)))
         self.norm = gradient_norm(grads) * float(inverse)
@@ -160,22 +166,77 @@ class Simulation:
                 state.update(state.selected, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
                 self._fold(state, scaled, group)
             state.show_masters(state.selected)
-        ends = self._ends_window(self.steps)
         self.due |= self._falls_due(self.steps)
         self.position += 1
+        in_warm_up = self.steps <= self.settings["full_warm_up_rounds"]
+        everyone = {self._cohort(s) for s in self.states if self._is_deferred(s) and s.cohort is not None}
+        everyone = everyone or {self._longest}
+        ends = everyone if in_warm_up else {cohort for cohort in everyone if self._ends_window(cohort)}
+        selecting = bool(ends) and self.due and finite and self.settings["topk_ratio"] > 0
+        self._age()
+        if selecting or ends == everyone:
+            self.position = 0
         if ends:
-            selecting = self.due and finite and self.settings["topk_ratio"] > 0
-            in_warm_up = self.steps <= self.settings["full_warm_up_rounds"]
-            self._end_window(stale=self.settings["overlap_step"] and not in_warm_up and not selecting)
-            if selecting:
-                self._select(flat)
-                self.due = False
+            stale = self.settings["overlap_step"] and not in_warm_up and not selecting
+            self._end_windows(everyone if selecting else ends, stale)
+        if selecting:
+            self._select(flat)
+            self.due = False
 
     def flush(self) -> None:
-        self._end_window(stale=False)
+        self.position = 0
+        self._end_windows({self._cohort(state) for state in self.states}, stale=False)
 
-    def _ends_window(self, step: int) -> bool:
-        return step <= self.settings["full_warm_up_rounds"] or self.position + 1 == self.settings["update_interval"]
+    def _age(self) -> None:
+        """A step later some results are visible."""
+        after = self._visible_after()
+        for state in self.states:
+            state.age += 1
+            if state.pending is not None and state.age >= after:
+                state.show(~state.selected, state.pending)
+                state.pending = None
+
+    def _visible_after(self) -> int:
+        longest, after = self.settings["update_interval"], self.settings["visible_after"]
+        if after == "auto":
+            return min(2, longest) if self.settings["stagger"] else longest
+        return after
+
+    def _ends_window(self, cohort: int) -> bool:
+        late = self.position - cohort
+        return late >= 0 and late % self.settings["update_interval"] == 0
+
+    def _cohort(self, state: State) -> int:
+        return state.cohort if self.settings["stagger"] and self._is_deferred(state) else self._longest
+
+    @property
+    def _longest(self) -> int:
+        return self.settings["update_interval"]
+
+    def _is_deferred(self, state: State) -> bool:
+        return not state.whole and self._wanted(state) < len(state.step)
+
+    def _wanted(self, state: State) -> int:
+        ratio = self.settings["topk_ratio"]
+        return 0 if ratio == 0 else max(1, round(ratio * len(state.step)))
+
+    def _lay_out(self, states: Sequence[State]) -> None:
+        """Cohorts by size, each dtype for itself; those that come later join those that are there."""
+        for dtype in {state.visible.dtype for state in states}:
+            new = [state for state in states if state.visible.dtype == dtype and self._is_deferred(state)]
+            old = [state for state in self.states if state.visible.dtype == dtype and self._is_deferred(state)]
+            sums: dict[int, int] = {}
+            for state in old:
+                if state.cohort is not None:
+                    sums[state.cohort] = sums.get(state.cohort, 0) + state.master.numel()
+            if not sums:
+                count = min(self._longest, len(new))
+                sums = {math.floor((number + 1) * self._longest / count): 0 for number in range(count)}
+            for state in sorted(new, key=lambda state: -state.master.numel()):
+                state.cohort = min(sorted(sums), key=sums.__getitem__)
+                sums[state.cohort] += state.master.numel()
+        for state in states:
+            state.cohort = state.cohort or self._longest
 
     def _falls_due(self, step: int) -> bool:
         return step % self.settings["select_interval"] == 0 or step == self.settings["full_warm_up_rounds"]
@@ -194,10 +255,11 @@ class Simulation:
         state.accumulator = scaled if on_host else scaled.to(self._ring_dtype(state))
         state.counted.append(group)
 
-    def _end_window(self, stale: bool) -> None:
-        self.position = 0
+    def _end_windows(self, cohorts: set[int], stale: bool) -> None:
         self.windows += 1
         for state in self.states:
+            if self._cohort(state) not in cohorts:
+                continue
             deferred = ~state.selected
             if state.pending is not None:
                 state.show(deferred, state.pending)
@@ -212,7 +274,7 @@ class Simulation:
                 state.update(deferred, mean, state.counted[-1], lr, decay)
             state.accumulator, state.counted, state.kept = None, [], []
             if stale:
-                state.pending = state.master.to(state.visible.dtype)
+                state.pending, state.age = state.master.to(state.visible.dtype), 0
             else:
                 state.show_masters(deferred)
 
@@ -239,13 +301,11 @@ class Simulation:
             state.selected, state.owned = chosen, True
 
     def _most_important(self, state: State, grad: Tensor) -> Tensor:
-        ratio, channels = self.settings["topk_ratio"], len(state.step)
-        wanted = 0 if ratio == 0 else max(1, round(ratio * channels))
         x = grad.double()
         weighed = x.square() if self.settings["importance"] == "square" else x.abs()
         scores = weighed.sum(1 if state.row_channels else 0)
-        best = torch.sort(scores, descending=True, stable=True).indices[:wanted]
-        chosen = torch.zeros(channels, dtype=torch.bool)
+        best = torch.sort(scores, descending=True, stable=True).indices[: self._wanted(state)]
+        chosen = torch.zeros(len(state.step), dtype=torch.bool)
         chosen[best] = True
         return chosen
 

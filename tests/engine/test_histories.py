@@ -22,7 +22,7 @@ STEPS = 20
 
 
 class History:
-    def __init__(self, seed: int, device: str, build: Builder) -> None:
+    def __init__(self, seed: int, device: str, build: Builder, stagger: bool) -> None:
         self.draw = draw = random.Random(seed)
         self.device, self.build = device, build
         self.shapes = [(7, 5), *(self._shape() for _ in range(draw.randint(1, 5)))]
@@ -30,6 +30,10 @@ class History:
         mixed = draw.random() < 0.4
         self.dtypes = [draw.choice([*DTYPES.values()]) if mixed else one_dtype for _ in self.shapes]
         self.settings = self._settings()
+        longest = self.settings["update_interval"]
+        if self.settings["overlap_step"] and (stagger or seed % 4 == 3):
+            self.settings["visible_after"] = draw.choice(["auto", 1, longest, -(-longest // 2)])
+        self.settings["stagger"] = stagger
         everyone = [
             make_parameters([shape], dtype, device, seed=index)[0]
             for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
@@ -113,6 +117,8 @@ class History:
         if self.late:
             self.pair.engine.add_param_group({"params": self.late, **self._group()})
             added = Simulation(snapshot(self.late), [], **self.pair.mirrored)
+            for state in added.states:
+                state.cohort = None  # given with the first gradient
             self.pair.model.states += added.states
             self.pair.model.shapes += added.shapes
             self.pair.parameters += self.late
@@ -146,6 +152,7 @@ class History:
         self.pair.check_weights()
 
 
+@pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
 @pytest.mark.parametrize("seed", range(16), ids=lambda seed: f"seed={seed}")
-def test_any_history_equals_the_simulation(seed: int, device: str, build: Builder) -> None:
-    History(seed, device, build).play()
+def test_any_history_equals_the_simulation(seed: int, stagger: bool, device: str, build: Builder) -> None:
+    History(seed, device, build, stagger).play()

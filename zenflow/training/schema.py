@@ -54,6 +54,8 @@ class ZenFlowEngine(EngineConfig):
     steps_per_epoch: int | None = None  # filled in from the data
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
+    stagger: bool = False
+    visible_after: int | str = "auto"
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
     deferred_rule: DeferredRule = DeferredRule.accumulate
