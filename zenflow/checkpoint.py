@@ -1,12 +1,12 @@
 """The optimizer's state as plain tensors and numbers, and back.
 
 Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, whoever owns the channel; `step` int64
-`[channels]` (`[1]` with `whole: True`); `selected` int64, and `owned`, false until the first selection; of the running
+`[channels]` (`[1]` with `whole: True`); `selected` int64, and `owned`, false until the first selection; of its running
 window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
-(`gradients`, by position); and, only while a deferred result is on its way, the `weight` that is visible meanwhile and
-the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under `zenflow`: clock and counters, the
-running window's scalars, presence and log, the order of the norm's sums, what uploads have learned of the model, and
-the configuration that shaped all this.
+(`gradients`, by number from 0); its `cohort`, with `stagger`; and, only while a deferred result is on its way, the
+`weight` that is visible meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under
+`zenflow`: clock and counters, the running windows' scalars, presence and log, the order of the norm's sums, what uploads
+have learned of the model, and the configuration that shaped all this.
 
 A state moves freely between devices, bucket sizes, worker threads and upload settings; between values of
 `accumulate_on`, `ring_dtype` and `update_interval` at a window's end, which `flush()` makes, and in the middle of a
@@ -15,6 +15,7 @@ window from `accumulate_on: host` to `gpu`: its gradients are summed here as the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,9 +27,10 @@ from zenflow_kernels.gather import gather_channels
 
 from zenflow.channel_state import full_state, full_step
 from zenflow.checkpoint_checks import FORMAT, STATES, State
+from zenflow.config import ZenFlowConfig
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
-from zenflow.storage import ParamRecord
+from zenflow.storage import Newcomer, ParamRecord
 from zenflow.uploads import Sent
 
 
@@ -41,9 +43,10 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
-    running, pending = bool(pipeline.hyper_log), pipeline.pending_storages()
+    pending = pipeline.pending_storages()
     state = {}
     for index, record in _by_index(pipeline, indices):
+        running = record.storage is not None and pipeline.running_steps(record.storage.cohort)
         count = counts[record.index] if running else 0
         state[index] = _entry(pipeline, record, advances[record.index], count, pending=record.storage in pending)
     return state, {
@@ -89,6 +92,8 @@ def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *,
     entry["whole"] = record.kind == "whole"
     if record.storage is not None:
         entry["selected"], entry["owned"], entry["count"] = record.selected.clone(), record.owned, count
+        if pipeline.config.stagger:
+            entry["cohort"] = record.storage.cohort
         if record.accumulator is None:
             entry["gradients"] = _gradients(pipeline, record)
         elif count:
@@ -100,12 +105,25 @@ def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *,
 
 
 def _gradients(pipeline: Pipeline, record: ParamRecord) -> dict[int, Tensor]:
-    """A parameter's raw gradients of the running window by position, where it had one."""
-    turn = record.storage.memory.turn(0)
+    """A parameter's raw gradients of its running window by number, where it had one."""
+    turn, steps = record.storage.memory.turn(0), pipeline.running_steps(record.storage.cohort)
+    latest = pipeline.present_log[len(pipeline.present_log) - steps :]
     return {
-        position: record.lane(turn, position).clone().view(record.param.shape)
-        for position, present in enumerate(pipeline.present_log)
+        number: record.lane(turn, place).clone().view(record.param.shape)
+        for number, (place, present) in enumerate(zip(pipeline.clock.rows(steps), latest, strict=True))
         if present[record.index]
+    }
+
+
+def saved_cohorts(everyone: Sequence[Newcomer], state_dict: dict[str, Any], config: ZenFlowConfig) -> dict[int, int]:
+    """By `id(param)`, the cohorts in a checked state that a run with these settings has to go on with."""
+    if state_dict["zenflow"]["config"]["update_interval"] != config.update_interval:
+        return {}
+    state = state_dict["state"]
+    return {
+        id(newcomer.param): state[index]["cohort"]
+        for index, newcomer in enumerate(everyone)
+        if "cohort" in state.get(index, {})
     }
 
 
@@ -115,29 +133,32 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()  # raw gradients may be on their way into the lanes that a loaded window takes
     pipeline.make_visible()
+    pipeline.clock.load_state_dict(engine["clock"])
+    pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])
         if entry is not None:
             _load_record(pipeline, record, entry, engine["window_log"])
         elif record.storage is not None:
             record.host_shadow.copy_(record.weight)  # what its bucket uploads with the others' pending results
-    if any("weight" in entry for entry in state.values()):
-        for record in pipeline.records:  # those without a pending result of their own wait for no update
+    pending = {record.storage for record in pipeline.records if record.index in pipeline.loaded_hyper}
+    for record in pipeline.records:  # those without a pending result of their own wait for no update
+        if record.storage in pending:
             pipeline.loaded_hyper.setdefault(record.index, np.empty((0, 5)))
-        # The worker has nothing to do with them: their slot is the last that it has finished.
-        pipeline.uploads.pending = [
-            Sent(storage, bucket, pipeline.sender.sent, turn=0, window=0)
-            for storage in pipeline.storages
-            for bucket in storage.segment.buckets
-        ]
-    pipeline.clock.load_state_dict(engine["clock"])
+    # The worker has nothing to do with them: their slot is the last that it has finished.
+    pipeline.uploads.pending = [
+        Sent(storage, bucket, pipeline.sender.sent, turn=0, window=0, due=pipeline.clock.due(storage.cohort))
+        for storage in pipeline.storages
+        if storage in pending
+        for bucket in storage.segment.buckets
+    ]
     steps = [entry["step"] for entry in state.values()]
     pipeline.highest_t = max((int(step.max()) for step in steps if step.numel()), default=0)
     pipeline.counters.update(engine["counters"])
     pipeline.control.skipped.fill_(engine["skipped"])
     if engine["window_log"].shape == pipeline.control.window_log.shape:  # else no window runs, and all will be written
         pipeline.control.window_log.copy_(engine["window_log"])
-    pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
+        pipeline.logged = int(engine["window_log"][:STAMP_WORDS].cpu().view(torch.int64))
     pipeline.present_log = [
         [bool(row.get(indices[id(record.param)], False)) for record in pipeline.records]
         for row in engine["present_log"]
@@ -175,23 +196,28 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any],
     if "weight" in entry:
         pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
     pipeline.control.count[record.index] = entry["count"]
+    places = pipeline.clock.rows(pipeline.running_steps(record.storage.cohort))
     if record.accumulator is None:
-        for position, grad in entry.get("gradients", {}).items():
-            record.lane(record.storage.memory.turn(0), position).copy_(grad.reshape(shape))
+        for number, grad in entry.get("gradients", {}).items():
+            record.lane(record.storage.memory.turn(0), places[number]).copy_(grad.reshape(shape))
     elif entry["count"] and "gradients" in entry:
-        record.accumulator.copy_(_summed(record, entry["gradients"], window_log))
+        record.accumulator.copy_(_summed(record, entry["gradients"], window_log, places))
     elif entry["count"]:
         record.accumulator.copy_(entry["accumulator"].reshape(shape))
 
 
-def _summed(record: ParamRecord, gradients: dict[int, Tensor], window_log: Tensor) -> Tensor:
-    """`[rows, cols]` on the host: the accumulator after the steps so far, rounded as often as on the device."""
+def _summed(record: ParamRecord, gradients: dict[int, Tensor], window_log: Tensor, places: Sequence[int]) -> Tensor:
+    """`[rows, cols]` on the host: the accumulator after the steps so far, rounded as often as on the device.
+
+    places: of the window's steps in the log.
+    """
     log = window_log[STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS).cpu()
     total = torch.zeros(record.weight.shape, dtype=torch.float32, device="cpu")
-    for position in sorted(gradients):
-        if log[position, LOG_FINITE]:
-            inv_scale, clip = log[position, [LOG_INV_SCALE, LOG_CLIP]].view(torch.float32)
-            scaled = gradients[position].reshape(record.weight.shape).to("cpu", torch.float32) * inv_scale * clip
+    for number in sorted(gradients):
+        words = log[places[number]]
+        if words[LOG_FINITE]:
+            inv_scale, clip = words[[LOG_INV_SCALE, LOG_CLIP]].view(torch.float32)
+            scaled = gradients[number].reshape(record.weight.shape).to("cpu", torch.float32) * inv_scale * clip
             total = (total + scaled).to(record.accumulator.dtype).to(torch.float32)
     total.index_fill_(0 if record.kind == "row" else 1, record.selected, 0)
     return total

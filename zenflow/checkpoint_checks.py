@@ -14,9 +14,10 @@ from zenflow.checks import group_hyper
 from zenflow.config import ZenFlowConfig
 from zenflow.pipeline import Pipeline
 from zenflow.storage import Newcomer, count_channels, count_selected, is_deferred
+from zenflow.window import WindowClock, union
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
-FORMAT = 2
+FORMAT = 3
 STATES = ("master", "exp_avg", "exp_avg_sq")
 ENGINE_KEYS = {
     "config": dict,
@@ -29,7 +30,8 @@ ENGINE_KEYS = {
     "norm_order": list,
     "uploads": dict,
 }
-SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel")  # of which channels there are, and how many are selected
+# Which channels there are, how many are selected, and when a result is visible.
+SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "stagger", "visible_after")
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
 
 
@@ -78,13 +80,14 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
     strangers = sorted(set(state) - set(range(len(everyone))), key=str)
     if strangers:
         raise ValueError(f"the state has entries {strangers}; this optimizer has parameters 0 to {len(everyone) - 1}")
+    clock = _check_clock(pipeline, engine, state)
     known = {id(record.param) for record in pipeline.records}
     for index, newcomer in enumerate(everyone):
         if index in state:
             present = [row.get(index, False) for row in engine["present_log"]]
             _check_entry(pipeline.config, newcomer, state[index])
             if is_deferred(pipeline.config, newcomer.param):
-                _check_window(engine, newcomer, state[index], present)
+                _check_window(engine, clock, newcomer, state[index], present)
         elif pipeline.clock.state.step and id(newcomer.param) in known:
             raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
     order = engine["norm_order"]
@@ -116,18 +119,36 @@ def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
     expected = pipeline.control.window_log.shape
     if log.dtype != torch.int32 or log.dim() != 1 or (engine["hyper_log"] and log.shape != expected):
         raise ValueError(f"window_log is {log.dtype} {tuple(log.shape)}; allowed is torch.int32 {tuple(expected)}")
-    position, counters = clock["position"], engine["counters"]
+    counters = engine["counters"]
     if set(counters) != set(pipeline.counters) or not all(isinstance(count, int) for count in counters.values()):
         raise ValueError(
             f"counters are {counters} in the state; allowed are whole numbers for {list(pipeline.counters)}"
         )
+
+
+def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> WindowClock:
+    """The clock of the saved run. ValueError unless cohorts, clock and logs belong together."""
+    config, mine, saved = pipeline.config, pipeline.clock, engine["clock"]
+    cohorts = {index: entry["cohort"] for index, entry in state.items() if "cohort" in entry}
+    wrong = {index: cohort for index, cohort in cohorts.items() if type(cohort) is not int or cohort < 1}
+    missing = [index for index, entry in state.items() if "selected" in entry and "cohort" not in entry]
+    if wrong or (config.stagger and saved["position"] and missing) or (cohorts and not config.stagger):
+        raise ValueError(f"cohort is {cohorts} in the state; allowed is, with stagger, an integer >= 1 for each entry")
+    clock = WindowClock(
+        update_interval=mine.update_interval, select_interval=mine.select_interval,
+        full_warm_up_rounds=mine.full_warm_up_rounds, visible_after=mine.visible_after,
+    )  # fmt: skip
+    clock.cohorts = union(cohorts.values()) or (mine.update_interval,)
+    clock.load_state_dict(saved)
     steps = [len(engine["hyper_log"]), len(engine["present_log"])]
     if (
-        not 0 <= position < pipeline.config.update_interval
-        or steps != [position, position]
-        or min(clock["step"], clock["window"]) < 1
+        not 0 <= saved["position"] < 2 * mine.update_interval
+        or steps != [clock.longest] * 2
+        or (saved["position"] and max(clock.cohorts) > mine.update_interval)
+        or min(saved["step"], saved["window"]) < 1
     ):
-        raise ValueError(f"the state stands at {clock} and has logs of {steps} steps; these do not belong together")
+        raise ValueError(f"the state stands at {saved} and has logs of {steps} steps; these do not belong together")
+    return clock
 
 
 def _check_logs(engine: dict[str, Any], n_groups: int) -> None:
@@ -199,10 +220,14 @@ def _check_tensor(newcomer: Newcomer, name: str, found: Any, shape: tuple[int, .
         raise ValueError(f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}")
 
 
-def _check_window(engine: dict[str, Any], newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]) -> None:
-    """What an entry says of the running window, in whose steps it had a gradient or not, and of a pending result."""
+def _check_window(
+    engine: dict[str, Any], clock: WindowClock, newcomer: Newcomer, entry: dict[str, Any], present: Sequence[bool]
+) -> None:
+    """What an entry says of its running window and of a pending result; present: in which steps it had a gradient."""
     log = engine["window_log"][STAMP_WORDS:-STAMP_WORDS].view(-1, LOG_WORDS)
-    counted = [bool(log[position, LOG_FINITE]) for position, had in enumerate(present) if had]
+    steps = min(clock.length(entry.get("cohort", clock.update_interval)), len(present))
+    present = present[len(present) - steps :]
+    counted = [bool(log[row, LOG_FINITE]) for row, had in zip(clock.rows(steps), present, strict=True) if had]
     if type(entry["count"]) is not int or entry["count"] != sum(counted):
         raise ValueError(f"count of {newcomer.name} is {entry['count']!r}; its steps that were counted are {counted}")
     if ("weight" in entry) != ("pending_hyper" in entry):

@@ -1,10 +1,10 @@
 """Where every deferred element lives: matrices, pieces, buckets and segments.
 
-A *segment* is matrices of one device, dtype and cohort: one flat storage of `numel` elements for the weights, one for the accumulator, and
-in shared memory a ring (one such storage a lane), a shadow and the worker's state of the same geometry. Its matrices
-lie in it one after another, in reverse registration order, each start aligned. A *bucket* is a contiguous range of the
-flat storage, the unit that is copied and handed to the worker; a matrix larger than a bucket is cut between rows, so a
-bucket holds *pieces*.
+A *segment* is some matrices of one device and dtype whose windows end together: one flat storage of `numel` elements
+for the weights, one for the accumulator, and in shared memory a ring (one such storage a lane), a shadow and the
+worker's state of the same geometry. Its matrices lie in it one after another, in reverse registration order, each start
+aligned. A *bucket* is a contiguous range of the flat storage, the unit that is copied and handed to the worker; a
+matrix larger than a bucket is cut between rows, so a bucket holds *pieces*.
 
 Plain data, picklable, importable without torch: the worker receives it over a pipe.
 """
@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Segment:
-    """Deferred matrices of one device and dtype whose windows are the same, and the order in which their buckets travel."""
+    """Deferred matrices of one device, dtype and cohort, and the order in which their buckets travel."""
 
     index: int
     numel: int

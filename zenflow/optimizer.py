@@ -276,10 +276,10 @@ class ZenFlow(torch.optim.Optimizer):
                 )
             checkpoint_checks.check(pipeline, everyone, state_dict)
             saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]
-            self._lay_out([newcomer for newcomer in saved if id(newcomer.param) not in self._known])
+            self._lay_out_saved(saved, checkpoint.saved_cohorts(everyone, state_dict, self.config))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if state:
-            checkpoint.load(pipeline, state, state_dict["zenflow"], self._indices())
+            checkpoint.load(self._running(), state, state_dict["zenflow"], self._indices())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")
@@ -320,10 +320,26 @@ class ZenFlow(torch.optim.Optimizer):
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self.param_groups for param in group["params"])
 
-    def _lay_out(self, newcomers: list[Newcomer]) -> None:
+    def _lay_out_saved(self, saved: list[Newcomer], cohorts: dict[int, int]) -> None:
+        """Give the parameters of a state that is to be loaded their places, in the cohorts that they had."""
+        pipeline = self._running()
+        mine = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
+        if cohorts and not mine.items() <= cohorts.items():
+            # Later ones find their cohorts by what is there: it must be what was there.
+            pipeline.close()
+            self._pipeline, self._known = Pipeline(self.config, pipeline.device, pipeline.telemetry), set()
+        try:
+            missing = [newcomer for newcomer in saved if id(newcomer.param) not in self._known]
+            self._lay_out(missing, cohorts or None)
+        except BaseException:
+            if self._pipeline is not pipeline:
+                self.close(flush=False)
+            raise
+
+    def _lay_out(self, newcomers: list[Newcomer], cohorts: dict[int, int] | None = None) -> None:
         if newcomers:
             check_parameters(newcomers, self._running().device)
-            lay_out(self._running(), newcomers, len(self.param_groups))
+            lay_out(self._running(), newcomers, len(self.param_groups), cohorts)
             self._known |= {id(newcomer.param) for newcomer in newcomers}
             self._checked_groups = []
             self._running().prepare_backward()

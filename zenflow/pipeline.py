@@ -1,6 +1,6 @@
 """The pipeline, as phases of one `step()`.
 
-Phase 1, backward: PyTorch leaves gradients in `.grad`; in the last pass before a result is due, phase 5 goes on under it.
+Phase 1, backward: PyTorch leaves gradients in `.grad`; phase 5 goes on under the last pass before a result is due.
 Phase 2, `step()`: norm and finite check over all parameters, then one pass over the gradient that updates the selected
 channels and folds the others into the accumulator. Nothing here waits for the device, except the steps that select.
 Phase 3, a window's end, for the cohorts for which it is one (`window.py`): each bucket's accumulator goes to its ring
@@ -218,6 +218,10 @@ class Pipeline:
         sent = self.sender.send_windows(self.storages, windows, self.control.window_log)
         self.counters["windows"] += 1
         return sent
+
+    def running_steps(self, cohort: int) -> int:
+        """Steps so far in a cohort's running window, as many as the logs have."""
+        return min(self.clock.length(cohort), len(self.hyper_log))
 
     def _trim_logs(self) -> None:
         """Forget the steps that are in no running window."""

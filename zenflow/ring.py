@@ -4,9 +4,9 @@ All memory is anonymous (memfd), handed over by descriptor: nothing in /dev/shm,
 (`header.py`) carries the counters of one worker. A `SegmentMemory` is the arenas of one segment: ring and slots, the
 worker's state, the shadow.
 
-Order: at a window's end of some segments the trainer sends all buckets of each of them, segment by segment. The n-th slot
-sent has sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and then
-raises `done` to n. Which segment comes next is for the trainer to say: the one in which the due word becomes n.
+Order: where windows of some segments end, the trainer sends all buckets of each of them, segment by segment. The n-th
+slot sent has sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and
+then raises `done` to n. Which segment comes next is for the trainer to say: the one in which the due word becomes n.
 
 Records come in two *turns*: a segment's k-th window (k = 0, 1, ...) takes turn k % 2, so that the trainer can write the
 next window's while the worker reads. A turn holds one window record (what is the same for all buckets: sequence number

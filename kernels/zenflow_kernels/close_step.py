@@ -8,8 +8,8 @@
 One program adds everything in a fixed order, so the bits are the same in every run. `norm` is finite exactly when the
 gradient is, because `partial_norms` sums in float64.
 
-Windows of a parameter in cohort c end c, c + U, c + 2U, ... steps after a common start, U being `max_steps`: at the first
-step of each its count begins anew.
+Windows of a parameter in cohort c end c, c + U, c + 2U, ... steps after a common start, U being `max_steps`: at the
+first step of each its count begins anew.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def close_step(
     """Decide this step from the partial sums of all tables and write it into `control`.
 
     `partials` f64 `[n]`; `present` int32 `[P]`, 1 where the parameter has a gradient; `window` the number of the
-    next window that ends and `position` the number of steps since all windows began together, or that less any multiple
-    of U as long as U remain. `grad_scale` and `found_inf` are GradScaler's, one element each, read on the device. A step
-    is finite if the norm is and `found_inf` is 0; then every present parameter folds (overwriting at its first counted
-    step of the window) and its count and advance grow by 1.
+    next window that ends and `position` the number of steps since all windows began together, or that less any
+    multiple of U as long as U remain. `grad_scale` and `found_inf` are GradScaler's, one element each, read on the
+    device. A step is finite if the norm is and `found_inf` is 0; then every present parameter folds (overwriting at its
+    first counted step of the window) and its count and advance grow by 1.
     """
     if not 0 <= position < 2 * control.max_steps:
         raise ValueError(f"position must be in [0, {2 * control.max_steps}), got {position}")

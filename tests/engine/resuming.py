@@ -218,13 +218,15 @@ def draw_script(draw: random.Random, n_steps: int) -> Script:
 
 def _draw_settings(draw: random.Random) -> dict[str, Any]:
     choose = draw.choice
-    on_host = choose([False, True])
+    on_host, longest, overlap = choose([False, True]), choose([3, 1, 2, 5]), choose([True, True, False])
     return {
         "topk_ratio": choose([0.2, 0, 0.05, 0.5, 1]),
-        "update_interval": choose([3, 1, 2, 5]),
+        "update_interval": longest,
         "select_interval": choose([50, 1, 2, 3, 7]),
         "full_warm_up_rounds": choose([0, 0, 1, 4]),
-        "overlap_step": choose([True, True, False]),
+        "overlap_step": overlap,
+        "stagger": choose([False, True]),
+        "visible_after": choose(["auto", 1, longest]) if overlap else "auto",
         "channel_dim": choose(["column", "row"]),
         "importance": choose(["square", "magnitude"]),
         "deferred_lr_scale": choose(["linear", "none", 0.7]),

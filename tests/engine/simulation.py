@@ -1,8 +1,8 @@
 """ZenFlow in plain torch on the CPU, one process, one step at a time: slow, obvious, and exact.
 
 Nothing is shared with the engine but the table of bias corrections. `Reference` is AdamW with fp32 masters in the
-written order of operations; `Simulation` adds owners, windows, cohorts, delay, selection, warm-up and skips. Both are fed
-gradients and keep, for every channel, its owner, its step count t, its master and its two moments.
+written order of operations; `Simulation` adds owners, windows, cohorts, delay, selection, warm-up and skips. Both are
+fed gradients and keep, for every channel, its owner, its step count t, its master and its two moments.
 """
 
 from __future__ import annotations

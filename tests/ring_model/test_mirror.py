@@ -296,7 +296,7 @@ def test_the_engine_queues_what_the_model_says(name: str, monkeypatch: pytest.Mo
 def test_an_engine_without_an_order_is_the_model_without_it(
     method: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Sender, method, lambda self: None)
+    monkeypatch.setattr(Sender, method, lambda self, *_: None)
     assert not difference(make("overlap"), make("overlap", without=frozenset({order})), monkeypatch)
-    monkeypatch.setattr(Sender, method, lambda self: None)
+    monkeypatch.setattr(Sender, method, lambda self, *_: None)
     assert difference(make("overlap"), make("overlap"), monkeypatch)
