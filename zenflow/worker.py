@@ -49,7 +49,7 @@ class Worker:
         self.library = native.load()
         self.segments: list[list[Place]] = []
         self.due: Place | None = None
-        self.window = 0  # of the latest slot
+        self.window = 0, False  # the latest slot's window, and whether it was urgent
         self.done = 0
         self.running = True
 
@@ -115,8 +115,9 @@ class Worker:
     def _process(self, place: Place) -> None:
         started = time.monotonic_ns()
         memory = place.work.memory
-        if memory.window(place.turn) != self.window:
-            self.window = memory.window(place.turn)
+        window = memory.window(place.turn), memory.is_urgent(place.turn)
+        if window != self.window:
+            self.window = window
             self._take_threads(self.pace.begin(started, memory.is_urgent(place.turn)))
         place.work.process(place.bucket, self.done + 1, place.turn)
         self.done += 1

@@ -121,9 +121,10 @@ def test_decision_equals_the_reference(case, device):
     twin = StepControl.create(5, 3, "cpu")
     twin.count.copy_(torch.tensor([0, 0, 1, 2, 1]))
     twin.advance.copy_(torch.tensor([0, 5, 1, 2, 1]))
+    twin.cohort.copy_(torch.tensor([3, 1, 2, 3, 1]))
     twin.skipped.fill_(2**33)
     control = StepControl(**{name: tensor.clone().to(device) for name, tensor in vars(twin).items()})
-    for position in (1, 0, 2):
+    for position in (1, 0, 2, 3, 5):
         close(close_step, control, partials.to(device), present.to(device), position, case)
         close(close_step_reference, twin, partials, present, position, case)
         for name, tensor in vars(control).items():
@@ -150,6 +151,24 @@ def test_decision_by_hand(device):
     assert control.fold.tolist() == [2, 0, 2] and control.advance.tolist() == [2, 0, 2]
     close(close_step, control, partials, present, 0, case)
     assert control.fold.tolist() == [1, 0, 1] and control.count.tolist() == [1, 0, 1]
+
+
+def test_each_cohort_counts_its_own_window(device):
+    """U 3: cohort 1 begins after steps 1, 4, 7, ..., cohort 3 after 3, 6, ...; positions stay below 2U."""
+    control = StepControl.create(3, 3, device)
+    control.cohort.copy_(torch.tensor([1, 2, 3]))
+    present = torch.ones(3, dtype=torch.int32, device=device)
+    partials = torch.ones(2, dtype=torch.float64, device=device)
+    counts, folds = [], []
+    for position in (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 0, 1):
+        close(close_step, control, partials, present, position, {})
+        counts.append(control.count.tolist())
+        folds.append(control.fold.tolist())
+        log = control.window_log[2:-2].view(3, 4)[:, 0].tolist()
+        assert log == [1] * min(3, len(counts)) + [0] * (3 - len(counts))
+    assert counts[:6] == [[1, 1, 1], [1, 2, 2], [2, 1, 3], [3, 2, 1], [1, 3, 2], [2, 1, 3]]
+    assert counts[6:] == [[3, 2, 1], [1, 3, 2], [2, 1, 3], [3, 2, 1], [1, 1, 1], [1, 2, 2]]
+    assert folds == [[1 if count == 1 else 2 for count in row] for row in counts]
 
 
 @pytest.mark.parametrize("n_params", [0, 1, 1025])

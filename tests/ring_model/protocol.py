@@ -157,12 +157,12 @@ class _Run(Actors):
     def _end_window(self, due: bool) -> None:
         """`Pipeline._end_window`."""
         selects = self.step in self.setup.selecting
+        if selects:
+            self._synchronize(self.compute, "zenflow.pipeline:Pipeline._is_finite")
         self._queue_rest()
         sent = self._send_window()
         self._land()
         self.pending = sent
-        if selects:
-            self._synchronize(self.compute, "zenflow.pipeline:Pipeline._is_finite")
         if selects or not self.setup.staleness:
             self._queue_rest()
             self._land()
@@ -227,7 +227,7 @@ class _Run(Actors):
         record, log = self._cell("host record", turn), self._cell("log record", turn)
         self._host(("records", window), "zenflow.ring:SegmentMemory._write_window", writes=((record, window),))
         read = {self._cell("device log"): (window, len(self.running))}
-        self.copies.push(("log", window), "zenflow.sending:Sender.send_window", read, {log: window})
+        self.copies.push(("log", window), "zenflow.sending:Sender._send_segment", read, {log: window})
 
     def _send_sum(self, bucket: int) -> None:
         if not self.setup.on_host:

@@ -11,7 +11,7 @@ ORDERS = {
     "a: backward before the uploads in step()": "zenflow.uploads:Uploads.queue_rest",
     "b: uploads before the selected masters": "zenflow.uploads:Uploads.land",
     "c: the fold before the copy": "zenflow.sending:Sender._follow_compute",
-    "c: the upload before ready": "zenflow.sending:Sender.send_window",
+    "c: the upload before ready": "zenflow.sending:Sender._send_segment",
     "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",
     "e: a turn's last window is done before its records are written": "zenflow.sending:Sender._free_records",
     "e: gradients are copied before they are zeroed": "zenflow.sending:Sender.release_gradients",

@@ -102,8 +102,8 @@ class Turns(RuleBasedStateMachine):
         return max(0, self.buckets * (len(self.written) - 1) + self.begun)
 
     def write(self, bucket: int, seq: int, window: dict[str, Any]) -> int:
-        steps = len(window["hyper"])
-        return self.memory.write_slot(bucket, seq, window["number"], steps, window["hyper"], window["present"])
+        words = len(window["hyper"]), window["hyper"], window["present"]
+        return self.memory.write_slot(bucket, seq, window["number"], *words, first=window["first"])
 
     def is_free(self) -> bool:
         """Whether the turn of the next window may be written: the window before the last has been read."""
@@ -118,6 +118,7 @@ class Turns(RuleBasedStateMachine):
             "number": len(self.written) + data.draw(st.integers(1, 3)) * 100,
             "hyper": numbers.random((steps, 3, 5)),
             "present": numbers.random((steps, len(self.segment.matrices))) < 0.5,
+            "first": data.draw(st.integers(0, self.segment.max_steps - 1)),
             "log": numbers.integers(0, 2, (self.segment.max_steps, LOG_STEP)).astype(np.int32),
         }
         first = self.buckets * len(self.written) + 1
@@ -156,11 +157,13 @@ class Turns(RuleBasedStateMachine):
         if data.draw(st.booleans(), "a bit flips"):
             self.flip_a_bit(turn, bucket, seq, data)
         slot = self.memory.read_slot(bucket, seq, turn)
-        steps = len(window["hyper"])
         np.testing.assert_array_equal(slot.hyper, window["hyper"])
-        np.testing.assert_array_equal(slot.counted, window["present"] & (window["log"][:steps, :1] != 0))
-        np.testing.assert_array_equal(slot.clip.view(np.int32), window["log"][:steps, 1])
-        np.testing.assert_array_equal(slot.inv_scale.view(np.int32), window["log"][:steps, 2])
+        places = [(window["first"] + step) % self.segment.max_steps for step in range(len(window["hyper"]))]
+        log = window["log"][places]
+        assert slot.places.tolist() == places
+        np.testing.assert_array_equal(slot.counted, window["present"] & (log[:, :1] != 0))
+        np.testing.assert_array_equal(slot.clip.view(np.int32), log[:, 1])
+        np.testing.assert_array_equal(slot.inv_scale.view(np.int32), log[:, 2])
         self.read += 1
         self.header.finish(self.read, 0)
 

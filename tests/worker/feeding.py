@@ -167,8 +167,8 @@ class Trainer:
         for seq, (memory, bucket) in enumerate(self.slots(), start=self.seq + 1):
             self.fill_slot(memory, bucket, seq, window)
 
-    def fill_slot(self, memory: SegmentMemory, bucket: int, seq: int, window: Window) -> int:
-        """One slot and its payload, but its ready word; its turn."""
+    def fill_slot(self, memory: SegmentMemory, bucket: int, seq: int, window: Window, first: int = 0) -> int:
+        """One slot and its payload, but its ready word; its turn. `first`: the place of the window's first step."""
         number, n_steps = self.memories.index(memory), len(window.hyper)
         turn = memory.turn(bucket)
         for piece in memory.segment.buckets[bucket].pieces:
@@ -180,16 +180,17 @@ class Trainer:
             for step in range(MAX_STEPS):
                 # A lane that no counted step has written holds rubbish, at worst NaN.
                 rows = grad[step] if step < n_steps and counted[step] else np.full_like(grad[0], np.nan)
-                lane = turn * MAX_STEPS + step
+                lane = turn * MAX_STEPS + (first + step) % MAX_STEPS
                 self._fill_lane(memory, lane, piece.offset, rows[piece.row_start : piece.row_stop])
-        assert memory.write_slot(bucket, seq, self.window_number, n_steps, window.hyper, window.present[number]) == turn
+        words = window.hyper, window.present[number]
+        assert memory.write_slot(bucket, seq, self.window_number, n_steps, *words, first=first) == turn
         if bucket == 0:
             log = memory.slot_record(turn, bucket).device_log
             log[:] = -1
             log[:2].view(np.uint64)[0] = log[-2:].view(np.uint64)[0] = self.window_number
-            steps = log[2:-2].reshape(-1, 4)[:n_steps]
-            steps[:, 0], steps[:, 3] = window.finite, 0
-            steps[:, 1], steps[:, 2] = window.clip.view(np.int32), window.inv_scale.view(np.int32)
+            places = (first + np.arange(n_steps)) % MAX_STEPS
+            clip, inv_scale = window.clip.view(np.int32), window.inv_scale.view(np.int32)
+            log[2:-2].reshape(-1, 4)[places] = np.transpose([window.finite, clip, inv_scale, np.zeros(n_steps)])
         return turn
 
     @staticmethod
@@ -214,10 +215,23 @@ class Trainer:
         self.client.wait_done(self.publish())
         self.simulate(window)
 
-    def simulate(self, window: Window) -> None:
-        for memory, matrices, present, grads in zip(
-            self.memories, self.simulated, window.present, window.grads, strict=True
+    def send_one(self, number: int, window: Window, first: int = 0) -> int:
+        """The window of one segment alone, ready words and all; the last number. `first`: its first step's place."""
+        memory = self.memories[number]
+        self.window_number += 1
+        for bucket in memory.segment.buckets:
+            self.seq += 1
+            memory.publish(bucket.index, self.fill_slot(memory, bucket.index, self.seq, window, first), self.seq)
+        self.simulate(window, only=number)
+        return self.seq
+
+    def simulate(self, window: Window, only: int | None = None) -> None:
+        """What the worker does with a window; `only`: in this segment."""
+        for place, (memory, matrices, present, grads) in enumerate(
+            zip(self.memories, self.simulated, window.present, window.grads, strict=True)
         ):
+            if only not in (None, place):
+                continue
             for number, (simulated, grad) in enumerate(zip(matrices, grads, strict=True)):
                 counted = present[:, number] & window.finite
                 steps = window.hyper[counted, simulated.matrix.group]

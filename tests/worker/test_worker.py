@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
 
 from tests.processes import within
-from tests.worker.feeding import make_segment
+from tests.worker.feeding import MAX_STEPS, make_segment
 from zenflow.client import WorkerError
 from zenflow.ring import WorkerSettings
 
@@ -102,6 +105,45 @@ def test_a_segment_attached_inside_a_window_is_an_error(trainer):
     t.client.wait_done(1)
     with pytest.raises(WorkerError, match="between two windows"):
         t.add(make_segment(1))
+
+
+@pytest.mark.parametrize("lanes", [1, 2 * MAX_STEPS], ids=["sums", "steps"])
+def test_segments_come_in_any_order_and_windows_begin_at_any_place(trainer, lanes):
+    """As windows of cohorts end: one segment, two or all; lengths and places of the first step of each differ."""
+    t = trainer(*[make_segment(index, bucket_bytes=700, lanes=lanes) for index in range(3)])
+    for number, steps, first in ((2, 4, 3), (0, 1, 1), (2, 3, 2), (1, 2, 3), (0, 4, 0), (2, 1, 1), (1, 3, 2)):
+        t.client.wait_done(t.send_one(number, t.make_window(steps), first))
+        t.check()
+    t.run(t.make_window())
+    t.check()
+
+
+def test_two_segments_queued_while_the_worker_stands_still(trainer):
+    """It finds both ready, the later one perhaps first, and takes them in the order of their numbers."""
+    t = trainer(*[make_segment(index, bucket_bytes=700, lanes=2 * MAX_STEPS) for index in range(3)])
+    os.kill(t.client.worker_pid, signal.SIGSTOP)
+    try:
+        for number in (2, 0, 1, 0, 2):
+            t.send_one(number, t.make_window())
+    finally:
+        os.kill(t.client.worker_pid, signal.SIGCONT)
+    t.client.wait_done(t.seq)
+    t.check()
+    finished = {}
+    for number, memory in enumerate(t.memories):
+        for turn in (0, 1):
+            finished[number, turn] = int(memory.slot_record(turn, 0).finished_ns[0])
+    assert finished[2, 0] < finished[0, 0] < finished[1, 0] < finished[0, 1] < finished[2, 1]
+
+
+def test_a_segment_that_overtakes_another_stops_the_worker(trainer):
+    t = trainer(*[make_segment(index) for index in range(2)])
+    window = t.make_window()
+    t.window_number = 1
+    turns = [t.fill_slot(memory, 0, 1 + number, window) for number, memory in enumerate(t.memories)]
+    t.memories[1].publish(0, turns[1], 2)
+    with pytest.raises(WorkerError, match="TornSlotError: segment 1, bucket 0: ready is 2 while slot 1 is due"):
+        within(5, t.client.wait_done, 1)
 
 
 def test_slots_in_flight_are_neither_torn_nor_overwritten(trainer):
