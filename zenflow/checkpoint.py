@@ -117,7 +117,8 @@ def _gradients(pipeline: Pipeline, record: ParamRecord) -> dict[int, Tensor]:
 
 def saved_cohorts(everyone: Sequence[Newcomer], state_dict: dict[str, Any], config: ZenFlowConfig) -> dict[int, int]:
     """By `id(param)`, the cohorts in a checked state that a run with these settings has to go on with."""
-    if state_dict["zenflow"]["config"]["update_interval"] != config.update_interval:
+    interval = state_dict["zenflow"]["config"].get("update_interval")
+    if type(interval) is not int or interval != config.update_interval:
         return {}
     state = state_dict["state"]
     return {

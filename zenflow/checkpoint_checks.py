@@ -130,10 +130,13 @@ def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> Wi
     """The clock of the saved run. ValueError unless cohorts, clock and logs belong together."""
     config, mine, saved = pipeline.config, pipeline.clock, engine["clock"]
     cohorts = {index: entry["cohort"] for index, entry in state.items() if "cohort" in entry}
-    wrong = {index: cohort for index, cohort in cohorts.items() if type(cohort) is not int or cohort < 1}
+    # Of other windows, none of which runs, the cohorts do not matter.
+    same = _equal(engine["config"].get("update_interval"), mine.update_interval)
+    most = mine.update_interval if same else float("inf")
+    wrong = [cohort for cohort in cohorts.values() if type(cohort) is not int or not 1 <= cohort <= most]
     missing = [index for index, entry in state.items() if "selected" in entry and "cohort" not in entry]
     if wrong or (config.stagger and saved["position"] and missing) or (cohorts and not config.stagger):
-        raise ValueError(f"cohort is {cohorts} in the state; allowed is, with stagger, an integer >= 1 for each entry")
+        raise ValueError(f"cohort is {cohorts} in the state; allowed is, with stagger, 1 to U for each deferred matrix")
     clock = WindowClock(
         update_interval=mine.update_interval, select_interval=mine.select_interval,
         full_warm_up_rounds=mine.full_warm_up_rounds, visible_after=mine.visible_after,
@@ -144,7 +147,6 @@ def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> Wi
     if (
         not 0 <= saved["position"] < 2 * mine.update_interval
         or steps != [clock.longest] * 2
-        or (saved["position"] and max(clock.cohorts) > mine.update_interval)
         or min(saved["step"], saved["window"]) < 1
     ):
         raise ValueError(f"the state stands at {saved} and has logs of {steps} steps; these do not belong together")

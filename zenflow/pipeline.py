@@ -209,11 +209,14 @@ class Pipeline:
         return 1 if due else None
 
     def _send_window(self, lengths: dict[int, int], end: int, urgent: bool) -> list[Sent]:
-        """Send the windows of some cohorts, `lengths` steps each; `end`: the clock's position after their last."""
+        """Send the windows of some cohorts, `lengths` steps each; `end`: the clock's position after their last.
+
+        urgent: somebody waits for their results.
+        """
         clock = self.clock
         windows = Windows(
             self.logged, lengths, end, np.array(self.hyper_log), np.array(self.present_log),
-            due=clock.state.step + clock.visible_after, urgent=urgent,
+            due=clock.state.step + clock.visible_after, urgent=urgent or clock.hurried,
         )  # fmt: skip
         sent = self.sender.send_windows(self.storages, windows, self.control.window_log)
         self.counters["windows"] += 1

@@ -30,7 +30,7 @@ class Windows:
 
     number: of all of them; lengths: steps, by cohort; end: the last step's place in the device's log, plus 1. hyper
     float64 `[steps, groups, 5]` and present bool `[steps, records]`, of the latest steps. due: the step at whose end
-    their results become visible; urgent: they are waited for, so the worker shall take all its threads.
+    their results become visible; urgent: little time is left for them, so the worker shall take all its threads.
     """
 
     number: int

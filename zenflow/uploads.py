@@ -79,6 +79,7 @@ class Uploads:
         self._queued: set[Sent] = set()
         self._poisoned: set[tuple[int, int]] = set()  # buckets that are being tried, by segment and bucket
         self._passed: set[tuple[int, int]] = set()
+        self._failed: set[tuple[int, int]] = set()  # of those that have not passed
         self._held: set[int] = set()  # records whose weights are in transit
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
@@ -279,8 +280,11 @@ class Uploads:
         self._arrivals.end_step()
         if self._poisoned and is_finite():
             self._passed |= self._poisoned
-            self._tries = TRIES
+            self._failed -= self._poisoned
+            # Others may have failed in between, whose windows end in other steps.
+            self._tries = self._tries if self._failed else TRIES
         elif self._poisoned:
+            self._failed |= self._poisoned
             self._tries -= 1
             if not self._tries:
                 self._in_backward = False

@@ -114,6 +114,12 @@ class WindowClock:
         position = self.state.position
         return [step % self.update_interval for step in range(position - length, position)]
 
+    @property
+    def hurried(self) -> bool:
+        """Whether a result has less time than lies between two windows' ends, and the step in which it travels."""
+        between = -(-self.update_interval // len(self.cohorts))
+        return self.visible_after < min(between + 1, self.update_interval)
+
     def due(self, cohort: int) -> int:
         """The step at whose end the result of a cohort's last window becomes visible."""
         return self.state.step - self.length(cohort) + (self.visible_after or self.update_interval)
