@@ -50,6 +50,8 @@ SETTINGS = {
     "number": {"deferred_lr_scale": 2.5},
     "undelayed": {"overlap_step": False},
     "window-of-one": {"update_interval": 1},
+    "half-delay": {"visible_after": 2},
+    "one-cohort": {"stagger": True},
     "warm-up": {"full_warm_up_rounds": 3, "update_interval": 3},
     "selections": {"select_interval": 6},
     "host": {"accumulate_on": "host", "update_interval": 3},
@@ -89,6 +91,20 @@ def test_a_rate_that_the_host_cannot_know_is_left_out(tmp_path, log_every):
     unknown = {5: [8, 10, 12], 100: [4, 6, 8, 10, 12, 14]}[log_every]
     assert [step for step, rate in rates.items() if rate is None] == unknown
     assert all(rates[step] == pytest.approx(2 * RATES[step - 3]) for step in rates if step not in unknown)
+
+
+def test_a_staggered_line_has_the_rate_of_the_cohort_that_became_visible():
+    """U 3, visible two steps later, warm-up to step 2, a selection at step 7 at which three windows end."""
+    rates = DeferredRates(vars(ZenFlowConfig(update_interval=3, stagger=True, full_warm_up_rounds=2)))
+    lines = [{"step": step, "lr": float(step)} for step in range(1, 13)]
+    rates.read(lines, 0)
+    staleness = {1: 0, 2: 0, **dict.fromkeys((5, 6), 1), 7: 0, **dict.fromkeys((10, 11, 12), 1)}
+    told = [
+        rates.complete(line | {"staleness": staleness[line["step"]]}) for line in lines if line["step"] in staleness
+    ]
+    assert [(line["deferred_step"], line.get("deferred_lr")) for line in told] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 2 * 4.0), (7, None), (8, 8.0), (9, 2 * 9.0), (10, 3 * 10.0),
+    ]  # fmt: skip
 
 
 def test_steps_of_which_all_were_skipped_are_known():

@@ -13,13 +13,19 @@ class DeferredRates:
     learning rates of the updates that did, for a parameter with a gradient in every step: under `accumulate` one update
     a window, with the rate of its last counted step times `deferred_lr_scale`; under `replay` one a counted step. A
     step that was skipped does not count. Which ones were is known where all or none of the steps between two readings
-    of the device were; a window with others has no `deferred_lr`.
+    of the device were; a window with others has no `deferred_lr`. With `stagger` a line is of the cohort whose result
+    became visible in that step, and has no rate where those of several cohorts may have, at staleness 0 after warm-up.
 
     engine: the fields of `ZenFlowConfig`, every `auto` resolved.
     """
 
     def __init__(self, engine: dict[str, Any]) -> None:
         self._length, self._warm_up = engine["update_interval"], engine["full_warm_up_rounds"]
+        self._stagger, after = engine["stagger"], engine["visible_after"]
+        if after == "auto":
+            after = min(2, self._length) if self._stagger else self._length
+        self._after = after if engine["overlap_step"] else 0
+        self._restarted = 0  # the last step at which all windows are known to have ended
         self._replays, self._scale = engine["deferred_rule"] == "replay", engine["deferred_lr_scale"]
         self._steps: dict[int, tuple[float, bool | None]] = {}  # not yet visible: rate, and whether it counts
         self._visible = self._skipped_steps = 0  # the step up to which all is visible; the last reading
@@ -35,17 +41,25 @@ class DeferredRates:
         """What belongs into a step's line beside its `staleness`, if a result became visible in it."""
         if "staleness" not in line:
             return {}
-        last = line["step"] if line["staleness"] == 0 else self._window(line["step"]).start - 1
-        rates = []
+        last = line["step"] if line["staleness"] == 0 else line["step"] - self._after
+        rates = [self._cohort_rate(line, last)] if self._stagger else []
+        if self._stagger:
+            self._visible = last
         while self._visible < last:
             first = self._visible + 1
             self._visible = first if first <= self._warm_up else first + self._length - 1
             rates.append(self._rate([self._steps.pop(step) for step in range(first, self._visible + 1)]))
         return {"deferred_step": last} | ({} if None in rates else {"deferred_lr": sum(rates)})
 
-    def _window(self, last: int) -> range:
-        """The steps of the window that ends with step `last`."""
-        return range(last if last <= self._warm_up else last - self._length + 1, last + 1)
+    def _cohort_rate(self, line: dict[str, Any], last: int) -> float | None:
+        """The rate of the cohort whose window ended with step `last`, None if it may not be the only one."""
+        rate, first = None, max(self._restarted + 1, last - self._length + 1)
+        if line["staleness"] or last <= self._warm_up:
+            rate = self._rate([self._steps[step] for step in range(first, last + 1)])
+        if line["staleness"] == 0 and (self._after or last <= self._warm_up):
+            self._restarted = last
+        self._steps = {step: known for step, known in self._steps.items() if step > last - self._length}
+        return rate
 
     def _rate(self, steps: Sequence[tuple[float, bool | None]]) -> float | None:
         """The rates of one window's updates together; None where it is not known which of its steps count."""
