@@ -71,7 +71,7 @@ def from_adamw(
         "hyper_log": [],
         "present_log": [],
         "norm_order": sorted(state, key=str),
-        "uploads": {"fell_back": False, "tries": 0, "passed": [], "arrivals": {"seen": {}, "usual": {}}},
+        "uploads": {"fell_back": False, "tries": 0, "passed": [], "failed": [], "arrivals": {"seen": {}, "usual": {}}},
     }
     groups = [
         {name: value for name, value in group.items() if name not in (*_OTHER_MATHEMATICS, *_HOW_IT_RUNS)}

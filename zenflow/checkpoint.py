@@ -5,8 +5,8 @@ Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, 
 window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
 (`gradients`, by number from 0); its `cohort`, with `stagger`; and, only while a deferred result is on its way, the
 `weight` that is visible meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under
-`zenflow`: clock and counters, the running windows' scalars, presence and log, the order of the norm's sums, what uploads
-have learned of the model, and the configuration that shaped all this.
+`zenflow`: clock and counters, the running windows' scalars, presence and log, the order of the norm's sums, what
+uploads have learned of the model, and the configuration that shaped all this.
 
 A state moves freely between devices, bucket sizes, worker threads and upload settings; between values of
 `accumulate_on`, `ring_dtype` and `update_interval` at a window's end, which `flush()` makes, and in the middle of a
@@ -75,8 +75,10 @@ def _renumbered(uploads: dict[str, Any], numbers: dict[int, int]) -> dict[str, A
         name: {numbers[index]: learned for index, learned in by_index.items() if index in numbers}
         for name, by_index in uploads["arrivals"].items()
     }
-    passed = sorted(numbers[index] for index in uploads["passed"] if index in numbers)
-    return {**uploads, "passed": passed, "arrivals": arrivals}
+    tried = {
+        name: sorted(numbers[index] for index in uploads[name] if index in numbers) for name in ("passed", "failed")
+    }
+    return {**uploads, **tried, "arrivals": arrivals}
 
 
 def _by_index(pipeline: Pipeline, indices: dict[int, int]) -> list[tuple[int, ParamRecord]]:

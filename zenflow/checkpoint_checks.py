@@ -166,9 +166,9 @@ def _check_logs(engine: dict[str, Any], n_groups: int) -> None:
 
 
 def _check_uploads(uploads: dict[str, Any]) -> None:
-    kinds = {"fell_back": bool, "tries": int, "passed": list, "arrivals": dict}
+    kinds = {"fell_back": bool, "tries": int, "passed": list, "failed": list, "arrivals": dict}
     good = {name: type(value) for name, value in uploads.items()} == kinds and _is_numbers(
-        [uploads["tries"], *uploads["passed"]]
+        [uploads["tries"], *uploads["passed"], *uploads["failed"]]
     )
     arrivals = uploads["arrivals"] if good else {}
     good = {name: type(value) for name, value in arrivals.items()} == {"seen": dict, "usual": dict}

@@ -77,9 +77,9 @@ class Uploads:
         self._tries = TRIES if config.upload_check else 0
         self._arrivals = Arrivals(config.update_interval)
         self._queued: set[Sent] = set()
-        self._poisoned: set[tuple[int, int]] = set()  # buckets that are being tried, by segment and bucket
-        self._passed: set[tuple[int, int]] = set()
-        self._failed: set[tuple[int, int]] = set()  # of those that have not passed
+        self._poisoned: set[int] = set()  # records whose buckets are being tried
+        self._passed: set[int] = set()
+        self._failed: set[int] = set()  # of those that have not passed
         self._held: set[int] = set()  # records whose weights are in transit
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
@@ -130,11 +130,11 @@ class Uploads:
 
     def state_dict(self) -> dict[str, Any]:
         """What this run has learned of its model, by index of the records: when gradients come, and what was tried."""
-        members = self._members()
         return {
             "fell_back": self._config.upload == "backward" and not self._in_backward,
             "tries": self._tries,
-            "passed": sorted({index for place in self._passed for index in members[place]}),
+            "passed": sorted(self._passed),
+            "failed": sorted(self._failed),
             "arrivals": self._arrivals.state_dict(),
         }
 
@@ -144,19 +144,8 @@ class Uploads:
         self._tries = TRIES if self._config.upload_check else 0
         if state["tries"] or state["fell_back"]:  # else that run did not check
             self._tries = min(self._tries, state["tries"])
-        self._passed = {place for place, records in self._members().items() if set(records) <= set(state["passed"])}
+        self._passed, self._failed = set(state["passed"]), set(state["failed"])
         self._arrivals.load_state_dict(state["arrivals"])
-
-    def _members(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The records in every bucket, by segment and bucket."""
-        storages = {
-            record.storage.segment.index: record.storage for record in self._records if record.storage is not None
-        }
-        return {
-            (segment, bucket): members
-            for segment, storage in storages.items()
-            for bucket, members in enumerate(storage.members)
-        }
 
     def _passes_of(self, record: ParamRecord) -> int | None:
         """Gradients of a parameter a step; 0 if they vary, None if that is not known yet."""
@@ -210,9 +199,8 @@ class Uploads:
         members = sent.storage.members[sent.bucket.index]
         if any(self._records[index].is_foreign for index in members):
             return  # step() finds out first what has become of these weights
-        place = sent.storage.segment.index, sent.bucket.index
-        if self._tries and place not in self._passed:
-            self._poisoned.add(place)
+        if self._tries and not self._passed.issuperset(members):
+            self._poisoned.update(members)
             self._held.update(members)
             sent.storage.weights[sent.bucket.start : sent.bucket.stop].fill_(float("nan"))
         elif self._may_wait(sent):

@@ -25,19 +25,20 @@ def train(model: Any, engine: ZenFlow, batches: list[torch.Tensor]) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
 @pytest.mark.parametrize("steps", [1, 3, 5, 7, 9])
 def test_i7_a_model_whose_weights_are_used_late(
-    steps: int, device: str, build: Builder, caplog: pytest.LogCaptureFixture
+    steps: int, stagger: bool, device: str, build: Builder, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The check skips steps 4, 6 and 8, then uploads stay in step(): a resumed run skips the same steps, no others."""
     torch.manual_seed(0)
     model = Detached().to(device)
     batches = [torch.randn(3, 12, device=device) for _ in range(14)]
-    engine = build(model.parameters(), **SETTINGS)
+    engine = build(model.parameters(), **SETTINGS, stagger=stagger)
     train(model, engine, batches[:steps])
     saved = copy.deepcopy(engine.state_dict())
     fresh = Detached().to(device)
-    resumed = build(fresh.parameters(), **SETTINGS)
+    resumed = build(fresh.parameters(), **SETTINGS, stagger=stagger)
     resumed.load_state_dict(saved)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="zenflow"):
@@ -91,7 +92,9 @@ def test_a_retreat_is_the_models_and_a_choice_is_not(device: str, build: Builder
 
 
 @pytest.mark.parametrize(
-    "uploads", [{}, {"fell_back": False, "tries": 1, "passed": [], "arrivals": {"seen": 3, "usual": {}}}], ids=str
+    "uploads",
+    [{}, {"fell_back": False, "tries": 1, "passed": [], "failed": [], "arrivals": {"seen": 3, "usual": {}}}],
+    ids=str,
 )
 def test_what_uploads_never_save_is_refused(uploads: dict[str, Any], device: str, build: Builder) -> None:
     model = Healthy().to(device)

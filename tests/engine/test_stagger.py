@@ -294,8 +294,11 @@ def test_a_trace_shows_each_cohort_s_windows(device: str, build: Builder, tmp_pa
 
 
 def test_i7_a_run_whose_parameters_came_late_keeps_their_cohorts(device: str, build: Builder, tmp_path: Path) -> None:
-    """The optimizer that is built anew has them from the start, and divides them otherwise, until it loads."""
-    script = make_script(torch.bfloat16, {"stagger": True}, 11)
+    """The optimizer that is built anew has them from the start, and divides them otherwise, until it loads.
+
+    Its buckets are others, so uploads in backward would be tried in other steps.
+    """
+    script = make_script(torch.bfloat16, {"stagger": True, "upload": "step"}, 11)
     script.frozen = [0, 5]
     script.steps[2].frozen, script.steps[5].frozen = {5: False}, {0: False}
     run = Run.start(script, device, build)
