@@ -28,7 +28,7 @@ from zenflow_kernels.gather import gather_channels
 from zenflow.channel_state import full_state, full_step
 from zenflow.checkpoint_checks import FORMAT, STATES, State
 from zenflow.config import ZenFlowConfig
-from zenflow.outside import adopt_outside_changes
+from zenflow.outside import adopt_outside_changes, pending_hyper
 from zenflow.pipeline import Pipeline
 from zenflow.storage import Newcomer, ParamRecord
 from zenflow.uploads import Sent
@@ -102,7 +102,7 @@ def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *,
             entry["accumulator"] = record.accumulator.to("cpu", copy=True).view(shape)
         if pending:
             entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
-            entry["pending_hyper"] = pipeline.pending_hyper(record).tolist()
+            entry["pending_hyper"] = pending_hyper(pipeline, record).tolist()
     return entry
 
 

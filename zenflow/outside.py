@@ -98,7 +98,7 @@ def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tens
             "deferred_rule='replay' call flush() before weights are changed in place"
         )
     master, exp_avg, exp_avg_sq = record.host
-    hyper = pipeline.pending_hyper(record)
+    hyper = pending_hyper(pipeline, record)
     if not len(hyper):
         return _bits(master.to(weight.dtype)) != _bits(weight)
     received = record.host_step.numpy() - 1  # before the update
@@ -121,6 +121,20 @@ def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tens
         lowest, highest = ((before + side).to(weight.dtype).float() for side in (-slack, slack))
         changed[part] = ~((lowest <= seen.float()) & (seen.float() <= highest))
     return changed
+
+
+def pending_hyper(pipeline: Pipeline, record: ParamRecord) -> np.ndarray:
+    """float64 `[n, 5]`: lr, beta1, beta2, eps, weight decay at the n steps that the pending update stands for."""
+    if record.index in pipeline.loaded_hyper:
+        return pipeline.loaded_hyper[record.index]
+    storage = record.storage
+    item = next(
+        item
+        for item in pipeline.uploads.pending
+        if item.storage is storage and record.index in storage.members[item.bucket.index]
+    )
+    slot = storage.memory.read_slot(item.bucket.index, item.seq, item.turn)
+    return slot.hyper[slot.counted[:, storage.indices.index(record.index)], record.group]
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:

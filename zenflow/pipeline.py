@@ -37,7 +37,6 @@ from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.norm_order import NormOrder
 from zenflow.outside import adopt_outside_changes
-from zenflow.ring import Slot
 from zenflow.scalars import StepScalars
 from zenflow.selection import choose_channels, give_owners
 from zenflow.sending import Sender, Windows, trace_worker
@@ -78,7 +77,7 @@ class Pipeline:
         self._gap = ExitStack()  # the span between two steps, while tracing
         self.sender = Sender(device, self.telemetry)
         self.uploads = Uploads(config, device, self.records, self.telemetry)
-        self.loaded_hyper: dict[int, np.ndarray] = {}  # `pending_hyper` of results that came with a loaded state
+        self.loaded_hyper: dict[int, np.ndarray] = {}  # of results that came with a loaded state, see `pending_hyper`
         # One row a step of the longest running window; in the first, one tuple a group.
         self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []
@@ -253,23 +252,6 @@ class Pipeline:
     def pending_storages(self) -> set[SegmentStorage]:
         """Segments for which a result has been sent for and is not visible yet."""
         return {item.storage for item in self.uploads.pending}
-
-    def pending_hyper(self, record: ParamRecord) -> np.ndarray:
-        """float64 `[n, 5]`: lr, beta1, beta2, eps, weight decay at the n steps that the pending update stands for."""
-        if record.index in self.loaded_hyper:
-            return self.loaded_hyper[record.index]
-        slot, number = self.pending_slot(record)
-        return slot.hyper[slot.counted[:, number], record.group]
-
-    def pending_slot(self, record: ParamRecord) -> tuple[Slot, int]:
-        """What the worker was told of a record's pending window, and the record's number in it."""
-        item = next(
-            item
-            for item in self.uploads.pending
-            if item.storage is record.storage and record.index in item.storage.members[item.bucket.index]
-        )
-        number = record.storage.indices.index(record.index)
-        return record.storage.memory.read_slot(item.bucket.index, item.seq, item.turn), number
 
     @property
     def host_bytes(self) -> int:

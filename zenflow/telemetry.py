@@ -38,7 +38,7 @@ class StepRecord:
     bytes_to_device: int
     worker_busy_seconds: float  # since the previous record
     ring_occupancy: float  # share of the window's slots sent and not yet processed when step() began, 0 to 1
-    staleness: int | None  # windows of delay of the result that became visible in this step; None if none did
+    staleness: int | None  # 0: a result became visible in its window's last step; 1: one that waited; None: none did
 
 
 class Clock(Protocol):

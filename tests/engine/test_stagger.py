@@ -277,6 +277,7 @@ def test_a_trace_shows_each_cohort_s_windows(device: str, build: Builder, tmp_pa
     stream = make_gradients(EQUAL, torch.bfloat16, 12)
     for grads in stream[:6]:
         step_after_worker(pair, grads)
+    pair.engine._pipeline.wait_for_worker()
     with pair.engine.trace(tmp_path / "trace.json"):
         for grads in stream[6:]:
             step_after_worker(pair, grads)

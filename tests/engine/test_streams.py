@@ -56,19 +56,26 @@ def no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+# By `stagger`: steps in which the host asks, steps that are not watched (questions, and what compiles), and those in
+# whose backward pass results land.
+ORDINARY = {False: ([1, 6], (1, 2, 3, 6), (9, 12, 15)), True: ([1, 4, 5, 6], range(1, 7), range(7, 16))}
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
+@pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
 def test_an_ordinary_step_never_synchronises(
-    clip: float | None, rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+    stagger: bool, clip: float | None, rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward, step and window's end, with uploads under backward. Two questions in all: the first selection's, and
-    that of the check in the first window that could upload."""
+    """Backward, step and window's end, with uploads under backward. The first selection asks, and the check in the
+    first window of each cohort that could upload; nothing else."""
+    questions, unwatched, landing = ORDINARY[stagger]
     asked: list[int] = []
     question = Pipeline._is_finite
     monkeypatch.setattr(Pipeline, "_is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
     parameters = make_parameters(SHAPES, torch.bfloat16, "cuda")
     settings = {"topk_ratio": 0.1, "update_interval": 3, "select_interval": 1000, "max_grad_norm": clip}
-    engine = build(parameters, lr=0.01, **settings, **RULES[rule])
+    engine = build(parameters, lr=0.01, stagger=stagger, **settings, **RULES[rule])
     stream = [[grad.cuda() for grad in grads] for grads in make_gradients(SHAPES, torch.bfloat16, 15)]
     for step, grads in enumerate(stream, start=1):
         # What is measured is one step, not how far the host may run ahead of the worker.
@@ -77,7 +84,7 @@ def test_an_ordinary_step_never_synchronises(
         waited = engine.stats().host_wait_seconds
         for group in engine.param_groups:
             group["lr"] = 0.01 / step
-        if step <= 3 or step == 6:  # the first selection, the first window's end, which compiles, and the check
+        if step in unwatched:
             engine.zero_grad()
             one_pass(parameters, grads)
             engine.step()
@@ -87,31 +94,35 @@ def test_an_ordinary_step_never_synchronises(
             one_pass(parameters, grads)
             taken = engine._pipeline.uploads.in_transit
             engine.step()
-        assert taken == (step in (9, 12, 15))
+        assert taken == (step in landing)
         assert engine.stats().host_wait_seconds == waited
-    assert asked == [1, 6]
+    assert asked == questions
     assert engine.stats().skipped_steps == 0
 
 
+WINDOWS = {
+    "overlap": ({}, (4, 6, 8, 10)),
+    "no-overlap": ({"overlap_step": False}, ()),
+    "staggered": ({"stagger": True}, range(3, 11)),
+}
 CASES = [("gpu", torch.bfloat16), ("gpu", torch.float32), ("host", torch.bfloat16), ("replay", torch.float32)]
 
 
 @pytest.mark.parametrize("slow", STREAMS)
-@pytest.mark.parametrize("overlap_step", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize(("rule", "dtype"), CASES, ids=["gpu-bf16", "gpu-fp32", "host-bf16", "replay-fp32"])
-def test_a_slow_stream_changes_no_bit(
-    slow: str, overlap_step: bool, rule: str, dtype: torch.dtype, build: Builder
-) -> None:
+def test_a_slow_stream_changes_no_bit(slow: str, windows: str, rule: str, dtype: torch.dtype, build: Builder) -> None:
     """Fold after the last copy, copy after the fold, upload after gradients and worker, own writes after the upload,
     and the worker's next result only when the upload has left the shadow."""
-    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 10, "overlap_step": overlap_step}
+    given, landing = WINDOWS[windows]
+    settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 10, **given}
     settings |= {"bucket_bytes": 1 << 20, "upload_check": False, **RULES[rule]}
     pair = Pair(build, make_parameters(SHAPES, dtype, "cuda"), lr=0.02, **settings)
     stream = STREAMS[slow](pair.engine)
     for number, grads in enumerate(make_gradients(SHAPES, dtype, 11), start=1):
         sleep_on(stream)
         one_pass_of(pair, grads)
-        assert pair.engine._pipeline.uploads.in_transit == (overlap_step and number in (4, 6, 8, 10))
+        assert pair.engine._pipeline.uploads.in_transit == (number in landing)
         pair.step_on_grad()
     pair.check_state()
 
