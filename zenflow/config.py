@@ -140,7 +140,8 @@ class ZenFlowConfig:
         """Every "auto" that is no property of the machine replaced by its fixed value, logged once a process.
 
         `topk_ratio` 0.1, `update_interval` 4, `select_strategy` step, `select_interval` 100 steps or 1 epoch.
-        `ring_dtype`, `worker_threads` and `core_binding` stay: only the engine knows dtypes, devices and cores.
+        `ring_dtype`, `worker_threads` and `core_binding` stay: only the engine knows dtypes, devices and cores. So does
+        `visible_after`, which follows the others (`visible_after_steps`).
         """
         strategy = AUTO_SELECT_STRATEGY if self.select_strategy == "auto" else self.select_strategy
         values = {

@@ -14,9 +14,10 @@ import torch
 from zenflow_kernels.control import StepControl
 from zenflow_kernels.table import Table
 
+from zenflow.arena import require_memory
 from zenflow.client import WorkerClient
 from zenflow.cores import CorePlan, plan_cores
-from zenflow.ring import WorkerSettings
+from zenflow.ring import WorkerSettings, bytes_of
 from zenflow.storage import (
     DTYPE_NAMES,
     Newcomer,
@@ -74,11 +75,14 @@ def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int,
     for newcomer in newcomers:
         if is_deferred(config, newcomer.param):
             deferred.setdefault(cohorts[id(newcomer.param)], []).append(newcomer)
+    segments = {
+        cohort: new_segment(config, number, newcomers[0].param.dtype, members, n_groups)
+        for number, (cohort, members) in enumerate(sorted(deferred.items()), start=len(pipeline.storages))
+    }
+    require_memory(sum(map(bytes_of, segments.values())))
     storages: dict[int, SegmentStorage] = {}
     with ExitStack() as undo:
-        for cohort, members in sorted(deferred.items()):
-            number = len(pipeline.storages) + len(storages)
-            segment = new_segment(config, number, newcomers[0].param.dtype, members, n_groups)
+        for cohort, segment in segments.items():
             storages[cohort] = SegmentStorage(segment, cohort, pipeline.device, _plan(pipeline).worker_cores)
             undo.callback(storages[cohort].close)
         records = _make_records(pipeline, newcomers, first, storages, cohorts)

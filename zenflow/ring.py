@@ -164,7 +164,7 @@ class SegmentMemory:
         """
         threads = len(cores or os.sched_getaffinity(0)) if threads is None else threads
         sizes = _sizes(segment)[0]
-        require_memory(sum(sizes))
+        require_memory(bytes_of(segment))
         arenas: list[Arena] = []
         try:
             for name, size in zip(("ring", "state", "shadow"), sizes, strict=False):
@@ -312,6 +312,11 @@ class SegmentMemory:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def bytes_of(segment: Segment) -> int:
+    """Host memory of one segment, all arenas together."""
+    return sum(_sizes(segment)[0])
 
 
 def _sizes(segment: Segment) -> tuple[list[int], dict[str, int]]:
