@@ -98,7 +98,7 @@ def model_ops(problems: list[Problem]) -> list[ModelOp]:
     def select() -> None:
         grouped_choices(grouped_scores(matrices, problems[deferred[0]].kind, "square"), counts)
 
-    closed = exactly(sum(8 * -(-problem.numel // NORM_TILE) + 28 for problem in problems))
+    closed = exactly(sum(8 * -(-problem.numel // NORM_TILE) + 32 for problem in problems))
     ops = [
         ModelOp("fused_step", Call(step(adding)), _total(problems, FOLD_ADD)),
         ModelOp("fused_step_first", Call(step(first)), _total(problems, FOLD_OVERWRITE)),

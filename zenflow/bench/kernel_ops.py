@@ -91,7 +91,7 @@ def _norm_moved(problem: Problem) -> Moved:
 
 
 def _close_moved(problem: Problem) -> Moved:
-    return exactly(8 * -(-problem.numel // NORM_TILE) + 28)
+    return exactly(8 * -(-problem.numel // NORM_TILE) + 32)
 
 
 def _masters_moved(problem: Problem) -> Moved:
