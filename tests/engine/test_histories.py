@@ -156,6 +156,8 @@ STAGGERED = (1, 3, 5, 9, 11, 12, 14, 15)  # with saves, late parameters, flushes
 HISTORIES = [*((seed, False) for seed in range(16)), *((seed, True) for seed in STAGGERED)]
 
 
-@pytest.mark.parametrize(("seed", "stagger"), HISTORIES, ids=str)
+@pytest.mark.parametrize(
+    ("seed", "stagger"), HISTORIES, ids=[f"seed={seed}{'-staggered' * stagger}" for seed, stagger in HISTORIES]
+)
 def test_any_history_equals_the_simulation(seed: int, stagger: bool, device: str, build: Builder) -> None:
     History(seed, device, build, stagger).play()
