@@ -144,9 +144,12 @@ def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> Wi
     clock.cohorts = union(cohorts.values()) or (mine.update_interval,)
     clock.load_state_dict(saved)
     steps = [len(engine["hyper_log"]), len(engine["present_log"])]
+    # Fewer where a cohort began after some steps of its window.
+    shortest = min(1, clock.longest) if config.stagger else clock.longest
     if (
         not 0 <= saved["position"] < 2 * mine.update_interval
-        or steps != [clock.longest] * 2
+        or steps[0] != steps[1]
+        or not shortest <= steps[0] <= clock.longest
         or min(saved["step"], saved["window"]) < 1
     ):
         raise ValueError(f"the state stands at {saved} and has logs of {steps} steps; these do not belong together")

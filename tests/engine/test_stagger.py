@@ -314,6 +314,35 @@ def test_i7_a_run_whose_parameters_came_late_keeps_their_cohorts(device: str, bu
     check_resumed(script, [2, 4, 8], device, build, tmp_path)
 
 
+def test_a_cohort_that_begins_in_the_middle_of_its_window_is_saved_so(device: str, build: Builder) -> None:
+    """Two cohorts of one dtype, U 8; in step 13 eight of another come, for some of which more steps have gone by."""
+    shapes, late = [(4, 6)] * 2, [(3, 5)] * 8
+    parameters, others = make_parameters(shapes, torch.bfloat16, device), make_parameters(late, torch.float32, device)
+    given = {**SETTINGS, "update_interval": 8, "select_interval": 1000}
+
+    def run(engine: ZenFlow, everyone: list[torch.nn.Parameter], first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            shown = [(8 + step) / (1 + index) for index in range(len(everyone))]
+            feed(everyone, [torch.full_like(p, x, device="cpu") for p, x in zip(everyone, shown, strict=True)])
+            engine.step()
+
+    engine = build(parameters, **given)
+    run(engine, parameters, 1, 12)
+    engine.add_param_group({"params": others})
+    run(engine, [*parameters, *others], 13, 13)
+    assert len(engine._pipeline.hyper_log) < engine._pipeline.clock.longest
+    fresh = [
+        *make_parameters(shapes, torch.bfloat16, device, seed=5),
+        *make_parameters(late, torch.float32, device, seed=6),
+    ]
+    resumed = build([{"params": fresh[:2]}, {"params": fresh[2:]}], **given)
+    resumed.load_state_dict(engine.state_dict())
+    run(engine, [*parameters, *others], 14, 30)
+    run(resumed, fresh, 14, 30)
+    for index, (one, other) in enumerate(zip(fresh, [*parameters, *others], strict=True)):
+        assert_same_bits(one, other, f"weight {index}")
+
+
 @pytest.mark.parametrize(
     ("name", "given"),
     [("stagger", {"stagger": False}), ("visible_after", {"visible_after": 3})],
