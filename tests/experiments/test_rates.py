@@ -19,6 +19,11 @@ STEPS, SELECTED = 14, 2  # of 16 columns: equal scores go to the lower index
 RATES = [2.0**-10 * (3 + 5 * step % 7) for step in range(STEPS)]
 
 
+def fields_of(config: ZenFlowConfig) -> dict[str, Any]:
+    """As a run records them."""
+    return vars(config) | {"visible_after": config.visible_after_steps}
+
+
 def moved(
     folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, device: str = "cpu", **settings: Any
 ) -> tuple[list[dict], list[Tensor]]:
@@ -30,7 +35,7 @@ def moved(
     config = ZenFlowConfig(**{"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1} | settings)
     engine = ZenFlowRun([weight], config, lr=1.0, weight_decay=0.0)
     timer, distances = StepTimer(weight.device), []
-    with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(vars(config))) as recorder:
+    with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(fields_of(config))) as recorder:
         for number, lr in enumerate(RATES, 1):
             engine.param_groups[0]["lr"] = lr
             timer.start()
@@ -95,7 +100,7 @@ def test_a_rate_that_the_host_cannot_know_is_left_out(tmp_path, log_every):
 
 def test_a_staggered_line_has_the_rate_of_the_cohort_that_became_visible():
     """U 3, visible two steps later, warm-up to step 2, a selection at step 7 at which three windows end."""
-    rates = DeferredRates(vars(ZenFlowConfig(update_interval=3, stagger=True, full_warm_up_rounds=2)))
+    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=3, stagger=True, full_warm_up_rounds=2)))
     lines = [{"step": step, "lr": float(step)} for step in range(1, 13)]
     rates.read(lines, 0)
     staleness = {1: 0, 2: 0, **dict.fromkeys((5, 6), 1), 7: 0, **dict.fromkeys((10, 11, 12), 1)}
@@ -108,7 +113,7 @@ def test_a_staggered_line_has_the_rate_of_the_cohort_that_became_visible():
 
 
 def test_steps_of_which_all_were_skipped_are_known():
-    rates = DeferredRates(vars(ZenFlowConfig(update_interval=2)))
+    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=2)))
     lines = [{"step": step, "lr": 0.5} for step in range(1, 7)]
     rates.read(lines[:2], 0)
     rates.read(lines[2:4], 2)

@@ -16,15 +16,12 @@ class DeferredRates:
     of the device were; a window with others has no `deferred_lr`. With `stagger` a line is of the cohort whose result
     became visible in that step, and has no rate where those of several cohorts may have, at staleness 0 after warm-up.
 
-    engine: the fields of `ZenFlowConfig`, every `auto` resolved.
+    engine: the fields of `ZenFlowConfig`, every `auto` resolved; `visible_after` is 0 under `overlap_step: false`.
     """
 
     def __init__(self, engine: dict[str, Any]) -> None:
         self._length, self._warm_up = engine["update_interval"], engine["full_warm_up_rounds"]
-        self._stagger, after = engine["stagger"], engine["visible_after"]
-        if after == "auto":
-            after = min(2, self._length) if self._stagger else self._length
-        self._after = after if engine["overlap_step"] else 0
+        self._stagger, self._after = engine["stagger"], engine["visible_after"]
         self._restarted = 0  # the last step at which all windows are known to have ended
         self._replays, self._scale = engine["deferred_rule"] == "replay", engine["deferred_lr_scale"]
         self._steps: dict[int, tuple[float, bool | None]] = {}  # not yet visible: rate, and whether it counts

@@ -121,7 +121,8 @@ def prepare(config: TrainConfig) -> Prepared:
     record["model"]["config"] = {} if config.model.path is not None else config.model.config
     record["data"]["path"] = str(locate(config.data))
     if isinstance(config.engine, ZenFlowEngine):
-        values = vars(zenflow_config(config.engine, config.optimizer, steps_per_epoch))
+        engine = zenflow_config(config.engine, config.optimizer, steps_per_epoch)
+        values = vars(engine) | {"visible_after": engine.visible_after_steps}
         record["engine"] = {name: values[name] for name in record["engine"]}
     _resolve(record)
     return Prepared(model, tokenizer, data, torch.device(record["device"]), steps_per_epoch, record)
