@@ -26,6 +26,14 @@ WITHOUT_EFFECT = (
 NOT_RECORDED = "not recorded"
 
 
+def _usual_delay(values: Values) -> Any:
+    """`engine.visible_after` where nobody has chosen it: it follows from the others."""
+    if not values.get("engine.overlap_step"):
+        return 0
+    window = values.get("engine.update_interval")
+    return min(2, window) if values.get("engine.stagger") else window
+
+
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
     """{"engine": {"topk_ratio": 0.1}} as {"engine.topk_ratio": 0.1}; lists become tuples."""
     values: Values = {}
@@ -57,6 +65,8 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
     dropped |= set(ZERO_OFFLOAD_KEYS) if kind == ZERO_OFFLOAD else set()
     if values.get("trace") is None:
         dropped.add("trace_steps")
+    if values.get("engine.visible_after") == _usual_delay(values):
+        dropped.add("engine.visible_after")
     if values.get("data.kind") not in ("file", "alpaca"):
         dropped.add("data.path")  # where this machine keeps what `kind` names
     if machine is not None and machine.startswith("cpu"):
