@@ -27,6 +27,13 @@ AUTO_SELECT_STRATEGY = "step"
 AUTO_SELECT_INTERVAL = {"step": 100, "epoch": 1}
 
 
+def usual_delay(update_interval: int, *, overlap_step: bool, stagger: bool) -> int:
+    """What `visible_after: auto` comes to, in steps; 0 under `overlap_step: false`."""
+    if not overlap_step:
+        return 0
+    return min(2, update_interval) if stagger else update_interval
+
+
 @dataclass(frozen=True)
 class ZenFlowConfig:
     """How the channels are divided, when each half moves, and what the worker gets.
@@ -170,10 +177,8 @@ class ZenFlowConfig:
         """`visible_after`, every "auto" resolved; 0 under `overlap_step: false`."""
         longest = self.resolved().update_interval
         assert isinstance(longest, int)
-        if not self.overlap_step:
-            return 0
         if self.visible_after == "auto":
-            return min(2, longest) if self.stagger else longest
+            return usual_delay(longest, overlap_step=self.overlap_step, stagger=self.stagger)
         return self.visible_after
 
     @classmethod

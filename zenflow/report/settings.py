@@ -10,6 +10,7 @@ import json
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from zenflow.config import usual_delay
 from zenflow.training.errors import InputError
 
 Values = dict[str, Hashable]
@@ -24,14 +25,6 @@ WITHOUT_EFFECT = (
     *("checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
-
-
-def _usual_delay(values: Values) -> Any:
-    """`engine.visible_after` where nobody has chosen it: it follows from the others."""
-    if not values.get("engine.overlap_step"):
-        return 0
-    window = values.get("engine.update_interval")
-    return min(2, window) if values.get("engine.stagger") else window
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
@@ -65,8 +58,10 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
     dropped |= set(ZERO_OFFLOAD_KEYS) if kind == ZERO_OFFLOAD else set()
     if values.get("trace") is None:
         dropped.add("trace_steps")
-    if values.get("engine.visible_after") == _usual_delay(values):
-        dropped.add("engine.visible_after")
+    if (window := values.get("engine.update_interval")) is not None:
+        overlap, stagger = (bool(values.get(f"engine.{name}")) for name in ("overlap_step", "stagger"))
+        if values.get("engine.visible_after") == usual_delay(window, overlap_step=overlap, stagger=stagger):
+            dropped.add("engine.visible_after")  # nobody has chosen it: it follows from the others
     if values.get("data.kind") not in ("file", "alpaca"):
         dropped.add("data.path")  # where this machine keeps what `kind` names
     if machine is not None and machine.startswith("cpu"):
