@@ -73,11 +73,7 @@ def without_shares(rows: Sequence[Row]) -> list[Row]:
 
 def report(rows: Sequence[Row], heading: Sequence[str]) -> str:
     """All tables that have rows, the heading above them, what the words mean below."""
-    parts = ["\n".join(heading)]
-    for name, (title, columns) in TABLES.items():
-        if chosen := [row for row in rows if row["table"] == name]:
-            parts.append(f"## {title}\n\n{tables.markdown(chosen, columns)}")
-    return "\n\n".join([*parts, LEGEND]) + "\n"
+    return tables.report(rows, heading, TABLES, LEGEND)
 
 
 def save_picture(rows: Sequence[Row], copies: dict[int, float], title: str, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,18 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rules, *lines[1:]))
 
 
-def report(rows: Sequence[Row], heading: Sequence[str]) -> str:
+def report(
+    rows: Sequence[Row],
+    heading: Sequence[str],
+    tables: Mapping[str, tuple[str, Sequence[Column]]] = TABLES,
+    legend: str = LEGEND,
+) -> str:
     """All tables that have rows, the heading's lines above them, what the words mean below."""
     parts = ["\n".join(heading)]
-    for name, (title, columns) in TABLES.items():
+    for name, (title, columns) in tables.items():
         if chosen := [row for row in rows if row["table"] == name]:
             parts.append(f"## {title}\n\n{markdown(chosen, columns)}")
-    return "\n\n".join([*parts, LEGEND]) + "\n"
+    return "\n\n".join([*parts, legend]) + "\n"
 
 
 def write_csv(rows: Sequence[Row], facts: dict[str, str], path: Path) -> None:
