@@ -1,14 +1,18 @@
-"""Phase 3: what goes to the worker, on a copy stream of its own, under the next step's compute.
+"""Phase 3: what goes to the worker, on copy streams of its own, under the next step's compute.
 
 At a window's end each bucket's accumulator travels to the ring, behind the fold that completes it and behind the upload
 that empties the shadow which the worker will write next; the slot's `ready` word follows on the same stream. With
 `accumulate_on: host` every step's raw gradients travel instead, and the window's end sends the words alone.
+
+The copies are in one order, but on two streams in turn. A single stream with all of them queued keeps the device's copy
+engine until the last is done, and a small copy to the host, such as the `.item()` in a training loop or inside a model,
+waits that long: measured on an H200, 28 ms behind 1.5 GB, against 0.13 ms where two streams take turns.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +26,8 @@ from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
 from zenflow.uploads import Sent
+
+TURN_BYTES = 64 * 2**20  # of gradients that one of the two streams copies before the other takes over
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,16 @@ class Windows:
 
 
 class Sender:
-    """The copy stream and the order of slots. `sent`: slots sent since the worker started."""
+    """The copy streams and the order of slots. `sent`: slots sent since the worker started.
+
+    `stream`: the one whose turn it is; what is queued on it follows all that is queued on the other. None on a CPU.
+    """
 
     def __init__(self, device: torch.device, telemetry: Telemetry) -> None:
         self.sent = 0
         self.client: WorkerClient | None = None
         self.tracer: Tracer | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream, self._other = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._device = device
         self._telemetry = telemetry
         self._words = stream_words(device)
@@ -85,22 +94,21 @@ class Sender:
 
     def send_gradients(self, records: Iterable[ParamRecord], grads: Sequence[Tensor | None], place: int) -> None:
         """Queue the raw gradients of one step for their lanes in the ring; `place`: the step's in the device's log."""
+        travelling = [record for record in records if record.storage is not None and grads[record.index] is not None]
         self._follow_compute()
-        sent, leaving = 0, []
-        with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {place}", self.stream):
-            for record in records:
-                grad = grads[record.index]
-                if record.storage is None or grad is None:
-                    continue
-                record.lane(record.storage.memory.turn(0), place).copy_(
-                    grad.view(record.weight.shape), non_blocking=True
-                )
-                if self.stream is not None:
-                    # Its memory is not given to others before the copy is done, whenever it is let go of.
-                    grad.record_stream(self.stream)
-                    leaving.append((record, weakref.ref(grad), grad._version))
-                sent += grad.nbytes
-        self._leaving = leaving
+        sent, self._leaving = 0, []
+        for part in _turns(travelling, grads):
+            self._take_turns()
+            with torch.cuda.stream(self.stream), span(self.tracer, "copy to ring", f"step {place}", self.stream):
+                for record in part:
+                    grad = grads[record.index]
+                    lane = record.lane(record.storage.memory.turn(0), place)
+                    lane.copy_(grad.view(record.weight.shape), non_blocking=True)
+                    if self.stream is not None:
+                        # Its memory is not given to others before the copy is done, whenever it is let go of.
+                        grad.record_stream(self.stream)
+                        self._leaving.append((record, weakref.ref(grad), grad._version))
+                    sent += grad.nbytes
         self._telemetry.add(bytes_to_host=sent)
 
     def send_windows(self, storages: Sequence[SegmentStorage], windows: Windows, window_log: Tensor) -> list[Sent]:
@@ -112,11 +120,10 @@ class Sender:
         ready = self._ready_words(sum(len(storage.segment.buckets) for storage in storages))
         self._follow_compute()  # which has made the words, too
         sent: list[Sent] = []
-        with torch.cuda.stream(self.stream):
-            for storage in storages:
-                self._send_segment(storage, windows, window_log, sent, ready)
-            if self._copied is not None:
-                self._copied.record()
+        for storage in storages:
+            self._send_segment(storage, windows, window_log, sent, ready)
+        if self._copied is not None:
+            self._copied.record(self.stream)
         self.sent += len(sent)
         return sent
 
@@ -134,14 +141,16 @@ class Sender:
             seq = self.sent + len(sent) + 1
             turn = memory.write_slot(bucket.index, seq, windows.number, steps, hyper, present, windows.urgent, first)
             sent.append(Sent(storage, bucket, seq, turn, windows.number, windows.due))
-            if bucket.index == 0:
-                self._copy(storage.logs[turn], window_log)
-            if self.stream is not None:
-                # The worker answers `ready` by writing the shadow: only once the last upload has left it.
-                self.stream.wait_event(storage.uploaded[bucket.index])
-            if storage.accumulator is not None:
-                self._send_sum(sent[-1])
-            self._raise_ready(sent[-1], ready[len(sent) - 1 :])
+            self._take_turns()
+            with torch.cuda.stream(self.stream):
+                if bucket.index == 0:
+                    self._copy(storage.logs[turn], window_log)
+                if self.stream is not None:
+                    # The worker answers `ready` by writing the shadow: only once the last upload has left it.
+                    self.stream.wait_event(storage.uploaded[bucket.index])
+                if storage.accumulator is not None:
+                    self._send_sum(sent[-1])
+                self._raise_ready(sent[-1], ready[len(sent) - 1 :])
 
     def finish_copies(self) -> None:
         """Until all that was queued is on the host."""
@@ -184,12 +193,32 @@ class Sender:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         numbers = torch.arange(self.sent + 1, self.sent + 1 + count, dtype=torch.int64, device="cpu")
         words = numbers.pin_memory().to(self._device, non_blocking=True)
-        words.record_stream(self.stream)
+        for stream in (self.stream, self._other):
+            words.record_stream(stream)
         return words
+
+    def _take_turns(self) -> None:
+        """What is queued from now on goes to the other stream, behind all that is queued on this one."""
+        if self._other is not None:
+            self._other.wait_stream(self.stream)
+            self.stream, self._other = self._other, self.stream
 
     def _follow_compute(self) -> None:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+def _turns(records: Iterable[ParamRecord], grads: Sequence[Tensor | None]) -> Iterator[list[ParamRecord]]:
+    """Those records in their order, so many at a time that their gradients fill `TURN_BYTES`."""
+    part, nbytes = [], 0
+    for record in records:
+        part.append(record)
+        nbytes += grads[record.index].nbytes
+        if nbytes >= TURN_BYTES:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
 
 
 def trace_worker(tracer: Tracer | None, storage: SegmentStorage, turn: int) -> None:

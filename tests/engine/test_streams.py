@@ -118,13 +118,32 @@ def test_a_slow_stream_changes_no_bit(slow: str, windows: str, rule: str, dtype:
     settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 10, **given}
     settings |= {"bucket_bytes": 1 << 20, "upload_check": False, **RULES[rule]}
     pair = Pair(build, make_parameters(SHAPES, dtype, "cuda"), lr=0.02, **settings)
-    stream = STREAMS[slow](pair.engine)
     for number, grads in enumerate(make_gradients(SHAPES, dtype, 11), start=1):
-        sleep_on(stream)
+        sleep_on(STREAMS[slow](pair.engine))
         one_pass_of(pair, grads)
         assert pair.engine._pipeline.uploads.in_transit == (number in landing)
         pair.step_on_grad()
     pair.check_state()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_small_copy_to_the_host_overtakes_a_windows_copies(rule: str, build: Builder) -> None:
+    """An `.item()` on the compute stream comes back while 512 MiB are still on their way to the ring.
+
+    It comes back behind all of them, always, where the copies are queued on one stream.
+    """
+    parameter = nn.Parameter(torch.zeros(2**14, 2**14, dtype=torch.bfloat16, device="cuda"))
+    word = torch.ones(1, device="cuda")
+    engine = build([parameter], topk_ratio=0.01, update_interval=1, bucket_bytes=2**26, **RULES[rule])
+    overtaken = 0
+    for _ in range(8):
+        parameter.grad = torch.ones_like(parameter)
+        engine._pipeline.wait_for_worker()
+        torch.cuda.synchronize()
+        engine.step()
+        word.item()
+        overtaken += not engine._pipeline.sender.stream.query()
+    assert overtaken, "every small copy waited for all that was on its way"
 
 
 def one_pass_of(pair: Pair, grads: Sequence[Tensor]) -> None:
