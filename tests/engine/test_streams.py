@@ -134,7 +134,9 @@ def test_a_small_copy_to_the_host_overtakes_a_windows_copies(rule: str, build: B
     """
     parameter = nn.Parameter(torch.zeros(2**14, 2**14, dtype=torch.bfloat16, device="cuda"))
     word = torch.ones(1, device="cuda")
-    engine = build([parameter], topk_ratio=0.01, update_interval=1, bucket_bytes=2**26, **RULES[rule])
+    # Windows end in even steps, and their results, which would be waited for, land in odd ones.
+    settings = {"update_interval": 2, "visible_after": 1, "bucket_bytes": 2**26}
+    engine = build([parameter], topk_ratio=0.01, **settings, **RULES[rule])
     overtaken = 0
     for _ in range(8):
         parameter.grad = torch.ones_like(parameter)
