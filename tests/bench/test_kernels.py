@@ -11,7 +11,7 @@ import pytest
 import torch
 from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 
-from zenflow.bench import kernels
+from zenflow.bench import kernels, session
 from zenflow.bench.command import main
 from zenflow.bench.kernel_clock import COPY_LIMIT, Clock, Times
 from zenflow.bench.kernel_model import model_ops, parameter_problems, parameter_shapes
@@ -29,7 +29,7 @@ def bench(tmp_path, monkeypatch, capsys):
 
     def run(*words: str, green: bool = True) -> tuple[int, list[dict[str, str]], str]:
         proof = Proof(green, not green, "3 passed" if green else "1 failed")
-        monkeypatch.setattr(kernels, "prove", lambda *_: proof)
+        monkeypatch.setattr(session, "prove", lambda *_: proof)
         monkeypatch.setattr(kernels, "Clock", lambda device, *_: Clock(device, 0, 1))
         code = main([*SMALL, "--out", str(tmp_path / "out"), *words])
         with open(tmp_path / "out" / "kernels.csv", encoding="utf-8", newline="") as file:
@@ -64,7 +64,7 @@ def test_every_op_is_measured_and_its_figures_agree(bench, tmp_path):
 def test_with_a_gpu_ours_and_the_compiled_reference_stand_beside(bench, monkeypatch):
     """The path that a GPU takes, on the CPU, where ours is the reference and nothing is compiled."""
     compiled = []
-    monkeypatch.setattr(kernels.Session, "on_gpu", True)
+    monkeypatch.setattr(kernels.KernelSession, "on_gpu", True)
     monkeypatch.setattr(torch, "compile", lambda run, **options: compiled.append(options) or run)
     monkeypatch.setattr(torch.compiler, "reset", lambda: compiled.append("reset"))
     code, rows, printed = bench(
@@ -198,7 +198,7 @@ def test_nothing_is_begun_after_the_budget(bench):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_it_refuses_in_one_sentence(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "prove", lambda *_: pytest.fail("the tests ran"))
+    monkeypatch.setattr(session, "prove", lambda *_: pytest.fail("the tests ran"))
     assert main(["kernels", "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
     assert not printed.out and len(printed.err.splitlines()) == 1 and "needs a GPU" in printed.err

@@ -13,9 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ from zenflow.bench.kernel_ops import OPS, REFERENCE_NAMES, Call, Work
 from zenflow.bench.kernel_problem import Moved, Problem, make_problem
 from zenflow.bench.kernel_tables import COMPILED, OURS, REFERENCE
 from zenflow.bench.kernel_tune import tune
-from zenflow.bench.machine import facts
-from zenflow.bench.proof import Proof, prove
+from zenflow.bench.session import Session
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEFAULTS = {  # by device and quickness: sizes, dtypes, model's shape
@@ -47,9 +44,8 @@ def run(args: Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("zenflow-bench kernels needs a GPU, and torch sees none; --device cpu tries the runner.", file=sys.stderr)
         return 2
-    session = Session(args)
-    session.proof = prove(args.tests, session.folder.parent / "kernel-tests.json")
-    session.say(f"tests: {session.proof.reason}")
+    session = KernelSession(args)
+    session.prove("kernel-tests.json")
     problems = list(_problems(session))
     for op, problem in problems:
         measure_op(session, op, problem)
@@ -71,32 +67,21 @@ def run(args: Namespace) -> int:
     return 1 if session.proof.red or failed else 0
 
 
-class Session:
+class KernelSession(Session):
     """The rows so far, the clock, and the folder that shows them."""
 
     def __init__(self, args: Namespace) -> None:
-        self.args = args
+        super().__init__(args)
         self.device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
         sizes, dtypes, shape = DEFAULTS[args.device, args.quick]
         self.sizes, self.dtypes, self.shape = args.sizes or sizes, args.dtypes or dtypes, args.shape or shape
         self.clock = Clock(self.device, *((10, 30) if args.quick else (25, 100)))
         self.deadline = time.monotonic() + args.budget
-        started = datetime.now().astimezone()
-        self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        command = {"command": " ".join(["zenflow-bench", *args.words]), "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
-        self.facts = facts() | command
-        self.facts["commit"] = args.commit or self.facts["commit"]
-        self.proof = Proof(False, False, "the tests have not run yet")
         self.rows: list[Row] = []
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    def say(self, line: str) -> None:
-        """A line of progress, beside the tables."""
-        print(line, file=sys.stderr, flush=True)
 
     def time(self, call: Call) -> Times:
         """RuntimeError if the budget is spent, or what the call raises."""
@@ -135,10 +120,7 @@ class Session:
     def save(self, final: bool = False) -> str:
         """Write kernels.csv and kernels.md, and roofline.png at the end; the text of kernels.md."""
         rows = self.rows if self.proof.green else kernel_tables.without_shares(self.rows)
-        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items() if value and name != "command")
-        verdict = "" if self.proof.green else " NO SHARES: "
-        heading = ["# Kernels", "", f"`{self.facts['command']}`\n", f"{machine}\n"]
-        text = kernel_tables.report(rows, [*heading, f"Tests:{verdict or ' '}{self.proof.reason}"])
+        text = kernel_tables.report(rows, self.heading("Kernels", "SHARES"))
         (self.folder / "kernels.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "kernels.csv")
         shown = [row for row in self.rows if row["table"] == "op" and "error" not in row]
@@ -152,7 +134,7 @@ class Session:
         return text
 
 
-def _problems(session: Session) -> Iterator[tuple[str, Problem]]:
+def _problems(session: KernelSession) -> Iterator[tuple[str, Problem]]:
     args = session.args
     for numel in session.sizes:
         for dtype in session.dtypes:
@@ -177,7 +159,7 @@ def _described(op: str, problem: Problem) -> Row:
     }
 
 
-def measure_op(session: Session, op: str, problem: Problem) -> None:
+def measure_op(session: KernelSession, op: str, problem: Problem) -> None:
     """Ours, the reference and the well-known kernel; on a CPU ours is the reference."""
     moved, described = OPS[op].moved(problem), _described(op, problem)
     work: list[Work] = []
@@ -201,7 +183,7 @@ def measure_op(session: Session, op: str, problem: Problem) -> None:
     _settle(session)
 
 
-def measure_compiled(session: Session, op: str, problem: Problem) -> None:
+def measure_compiled(session: KernelSession, op: str, problem: Problem) -> None:
     """torch.compile of the reference."""
 
     def measure() -> Times:
@@ -213,7 +195,7 @@ def measure_compiled(session: Session, op: str, problem: Problem) -> None:
     _settle(session)
 
 
-def measure_model(session: Session, dtype: str, layout: str) -> None:
+def measure_model(session: KernelSession, dtype: str, layout: str) -> None:
     """All parameters of a model together, against one copy of the sum of their bytes."""
     problems = parameter_problems(session.shape, DTYPES[dtype], layout, session.args.ratio, session.device)
     described = {"table": "model", "layout": layout, "dtype": dtype, "shape": session.shape}
@@ -227,7 +209,7 @@ def measure_model(session: Session, dtype: str, layout: str) -> None:
         session.add(described | {"op": op.name}, op.moved, partial(session.time, op.call))
 
 
-def measure_constants(session: Session, op: str, problem: Problem) -> None:
+def measure_constants(session: KernelSession, op: str, problem: Problem) -> None:
     """A row for each setting of the op's launch constants."""
     moved, described = OPS[op].moved(problem), _described(op, problem) | {"table": "tune", "contestant": OURS}
     try:
@@ -248,7 +230,7 @@ def _times(result: Any) -> Times:
     return result
 
 
-def _settle(session: Session) -> None:
+def _settle(session: KernelSession) -> None:
     """After a group of measurements: what there is goes to the files, and the device's memory is free again."""
     session.save()
     if session.on_gpu:

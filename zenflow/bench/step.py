@@ -5,20 +5,17 @@ The files are written anew after each contestant, so that a run that is cut shor
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from zenflow.bench import picture, tables
 from zenflow.bench.children import run_job
 from zenflow.bench.figures import SELECTION_WINDOWS, Row, compare, row_of, selection_row, without_ratios
 from zenflow.bench.hog import hog
-from zenflow.bench.machine import facts
-from zenflow.bench.proof import Proof, prove
 from zenflow.bench.registry import CONTESTANTS, DEFAULT_U, SYNC, Job, missing
+from zenflow.bench.session import Session
 from zenflow.bench.variants import Variant
 from zenflow.cores import physical_cores, plan_cores
 
@@ -29,9 +26,8 @@ SELECTION_PERIODS = 3
 
 def run(args: Namespace) -> int:
     """Everything that the arguments ask for; 0, or 1 if tests are red or a contestant failed."""
-    session = Session(args)
-    session.proof = prove(args.tests, session.folder.parent / "tests.json")
-    session.say(f"tests: {session.proof.reason}")
+    session = StepSession(args)
+    session.prove("tests.json")
     run_contestants(session)
     if args.selection:
         run_selections(session)
@@ -45,25 +41,14 @@ def run(args: Namespace) -> int:
     return 1 if session.proof.red or failed else 0
 
 
-class Session:
+class StepSession(Session):
     """The rows so far, and the folder that shows them."""
 
     def __init__(self, args: Namespace) -> None:
-        self.args = args
-        started = datetime.now().astimezone()
-        self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        command = {"command": " ".join(["zenflow-bench", *args.words]), "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
-        self.facts = facts() | command
-        self.facts["commit"] = args.commit or self.facts["commit"]
-        self.proof = Proof(False, False, "the tests have not run yet")
+        super().__init__(args)
         self.contestants: list[Row] = []  # of the step table, before anything is compared
         self.more: list[Row] = []
         self._children = 0
-
-    def say(self, line: str) -> None:
-        """A line of progress, beside the tables."""
-        print(line, file=sys.stderr, flush=True)
 
     def run(self, job: Job) -> dict:
         """The child's result; a line of progress."""
@@ -92,16 +77,9 @@ class Session:
     def save(self) -> str:
         """Write step.csv, step.md and step.png; the text of step.md."""
         rows, args = self.rows, self.args
-        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items() if value and name != "command")
-        verdict = "" if self.proof.green else " NO RATIOS: "
-        heading = [
-            f"# Step times: Qwen2.5 {args.shape}'s shape, batch {args.batch} x {args.length}, bf16, clip {args.clip:g}"
-            + (", activation checkpointing" if args.checkpointing else ""),
-            "",
-            f"`{self.facts['command']}`\n",
-            f"{machine}\n",
-            f"Tests:{verdict or ' '}{self.proof.reason}",
-        ]
+        job = f"Qwen2.5 {args.shape}'s shape, batch {args.batch} x {args.length}, bf16, clip {args.clip:g}"
+        job += ", activation checkpointing" if args.checkpointing else ""
+        heading = self.heading(f"Step times: {job}", "RATIOS")
         text = tables.report(rows, heading)
         (self.folder / "step.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "step.csv")
@@ -148,7 +126,7 @@ def plain_job(args: Namespace, trainer: str, label: str = "", **changes) -> Job:
     return job_for(args, trainer, label or trainer, window, {}, **changes)
 
 
-def run_contestants(session: Session) -> None:
+def run_contestants(session: StepSession) -> None:
     """The floor, the trainers in the order of the registry, and the floor again."""
     args = session.args
     jobs = [plain_job(args, "floor", "floor, at the start")]
@@ -168,7 +146,7 @@ def run_contestants(session: Session) -> None:
         session.save()
 
 
-def run_selections(session: Session) -> None:
+def run_selections(session: StepSession) -> None:
     """Each variant that selects, once more with a selection at the end of every `SELECTION_WINDOWS`-th window."""
     for variant in session.args.zenflow if "zenflow" in session.args.trainers else []:
         if variant.settings.get("topk_ratio") in (0, 1):
@@ -180,7 +158,7 @@ def run_selections(session: Session) -> None:
         session.add(selection_row(job, session.run(job)))
 
 
-def run_contention(session: Session) -> None:
+def run_contention(session: StepSession) -> None:
     """The floor on the trainer's cores, alone and beside a process of N threads that runs the CPU optimizer's pass."""
     args = session.args
     available = len(physical_cores())
@@ -203,7 +181,7 @@ def run_contention(session: Session) -> None:
             session.add(row | {"table": "contention", "note": "", "trainer_cores": len(cores.trainer_cores)})
 
 
-def run_growth(session: Session) -> None:
+def run_growth(session: StepSession) -> None:
     """The first variant at each size of the model and each number of worker cores, beside that size's floor."""
     available = len(physical_cores())
     variant = session.args.zenflow[0]

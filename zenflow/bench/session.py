@@ -1,0 +1,42 @@
+"""What every measurement that writes a folder has: the folder, the facts about the machine, the tests before it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from zenflow.bench.machine import facts
+from zenflow.bench.proof import Proof, prove
+
+
+class Session:
+    """A run of `zenflow-bench`, with its arguments `out`, `commit`, `tests` and `words`."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        started = datetime.now().astimezone()
+        self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = {"command": " ".join(["zenflow-bench", *args.words]), "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
+        self.facts = facts() | command
+        self.facts["commit"] = args.commit or self.facts["commit"]
+        self.proof = Proof(False, False, "the tests have not run yet")
+
+    def say(self, line: str) -> None:
+        """A line of progress, beside the tables."""
+        print(line, file=sys.stderr, flush=True)
+
+    def prove(self, memory: str) -> None:
+        """Run the tests; `memory`: the file beside the folder that remembers green ones."""
+        self.proof = prove(self.args.tests, self.folder.parent / memory)
+        self.say(f"tests: {self.proof.reason}")
+
+    def heading(self, title: str, withheld: str) -> Sequence[str]:
+        """The lines above the tables; `withheld`: what they lack unless the tests are green."""
+        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items() if value and name != "command")
+        verdict = "" if self.proof.green else f" NO {withheld}: "
+        tests = f"Tests:{verdict or ' '}{self.proof.reason}"
+        return [f"# {title}", "", f"`{self.facts['command']}`\n", f"{machine}\n", tests]
