@@ -106,6 +106,12 @@ class Worker:
                 raise TornSlotError(
                     f"slot {next_slot + 1} (bucket {following.bucket}) is ready before slot {next_slot}"
                 )
+        for places in self.segments if self.due is not None else ():
+            ready = places[0].ready()
+            if ready > next_slot and self._find(next_slot) is None:
+                raise TornSlotError(
+                    f"slot {ready} (segment {places[0].work.memory.segment.index}) is ready before slot {next_slot}"
+                )
 
     def _following(self, place: Place) -> Place | None:
         """The next place in the same segment."""

@@ -16,6 +16,7 @@ import numpy as np
 from tests.processes import ends_within
 from tests.shortages import descriptors_left
 from zenflow import WorkerError, ZenFlow, arena, client
+from zenflow.ring import SegmentMemory
 
 # What the error of a detected fault must say.
 SAYS = {
@@ -25,7 +26,7 @@ SAYS = {
     "stop for good": "has shown no sign of life",
     "flip a bit": r"exit code 1(.|\n)*TornSlotError: slot \d+ .* is torn or out of order",
     "foreign ready": r"exit code 1(.|\n)*TornSlotError: .*ready is \d+ while slot \d+ is due",
-    "lost slot": r"exit code 1(.|\n)*TornSlotError: .* is ready before slot \d+",
+    "lost slot": r"exit code 1(.|\n)*TornSlotError: .*(is ready before slot \d+|ready is \d+ while slot \d+ is due)",
     "worker error": r"exit code 1(.|\n)*Traceback(.|\n)*_exchange",
     "no descriptors": "Too many open files|descriptors",
     "no memory": r"needs [\d,]+ bytes of host memory, [\d,]+ bytes are available",
@@ -57,6 +58,8 @@ class Striker:
         for thread in self._threads:
             thread.join()
         self._threads = []
+        if self.struck is not None:
+            ends_within(self._client.worker_pid, GRACE)  # a signal takes its time
         client.SILENCE_SECONDS = SILENCE
 
     def _in_a_thread(self, call: object, *args: object) -> None:
@@ -118,8 +121,7 @@ class Striker:
 
     def _at_a_slot(self, draw: random.Random, tamper: object, last: bool = True) -> None:
         """`tamper` with a slot of the next window, before its `ready`; it gives the number to publish, or None."""
-        route = [(s.memory, b.index) for s in self.engine._pipeline.storages for b in s.segment.buckets]
-        memory, bucket = draw.choice(route if last else route[:-1])
+        memory, bucket = draw.choice(route(self.engine, last))
         publish = memory.publish
 
         def tampering(at: int, turn: int, seq: int) -> None:
@@ -134,12 +136,18 @@ class Striker:
         memory.publish = tampering
 
 
+def route(engine: ZenFlow, last: bool) -> list[tuple[SegmentMemory, int]]:
+    """Buckets in the order in which they travel; without `last`, those behind which another one does in any case."""
+    storages = engine._pipeline.storages
+    together = [storages[-1:]] if len({storage.cohort for storage in storages}) == 1 else [[s] for s in storages]
+    cut = [] if last else [(part[-1].memory, part[-1].segment.buckets[-1].index) for part in together if part]
+    places = [(storage.memory, bucket.index) for storage in storages for bucket in storage.segment.buckets]
+    return [place for place in places if place not in cut]
+
+
 def can_strike(kind: str, engine: ZenFlow) -> bool:
     """Whether there is what it needs: a worker, and for a lost slot another one behind it."""
-    storages = engine._pipeline.storages
-    if not storages:
-        return False
-    return kind != "lost slot" or sum(len(storage.segment.buckets) for storage in storages) > 1
+    return bool(route(engine, last=kind != "lost slot"))
 
 
 @contextmanager
