@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.ring_model.explore import Stamp
 from tests.ring_model.setup import Setup
 
 
 class Memory:
-    """step: the one that runs, from 1; cells: their numbers; first: their stamps, all 0; counters: see `Program`."""
+    """step: the one that runs, from 1; cells: their numbers; first: their stamps, all 0; counters: see `Program`.
+
+    buckets: of all segments, those of the first segment first.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.buckets, self.step = range(setup.buckets), 0
+        self.buckets, self.step = range(setup.buckets * setup.segments), 0
         self.cells: dict[tuple, int] = {}
         self.first: list[Stamp] = []
         self.counters: set[int] = set()
@@ -24,8 +29,23 @@ class Memory:
                 self.counters.add(self.cells[name])
         return self.cells[name]
 
+    def _members(self, segment: int) -> range:
+        return range(segment * self.setup.buckets, (segment + 1) * self.setup.buckets)
+
+    def _segment(self, bucket: int) -> int:
+        return bucket // self.setup.buckets
+
+    def _backward_order(self) -> list[int]:
+        """Layers are of one cohort after another, in the order of forward; buckets travel in that of backward."""
+        segments = range(self.setup.segments)[::-1]
+        return [self._members(segment)[place] for place in range(self.setup.buckets) for segment in segments]
+
     def _each(self, name: str, stamp: Stamp, *place: object) -> dict[int, Stamp]:
         return {self._cell(name, *place, bucket): stamp for bucket in self.buckets}
+
+    def _all(self, name: str, stamps: Sequence[Stamp]) -> dict[int, Stamp]:
+        """stamps: by segment."""
+        return {self._cell(name, bucket): stamps[self._segment(bucket)] for bucket in self.buckets}
 
     def _gradient(self, bucket: int) -> int:
         """In place, or in memory that nobody else gets before it was copied (`record_stream`)."""
@@ -34,6 +54,6 @@ class Memory:
     def _gradients(self, stamp: Stamp) -> dict[int, Stamp]:
         return {self._gradient(bucket): stamp for bucket in self.buckets}
 
-    def _lane(self, window: int, step: int, bucket: int) -> int:
+    def _lane(self, turn: int, place: int, bucket: int) -> int:
         """`geometry.Segment.lane`: one, or one a step of two turns."""
-        return self._cell("lane", window % 2, step, bucket) if self.setup.on_host else self._cell("ring", bucket)
+        return self._cell("lane", turn, place, bucket) if self.setup.on_host else self._cell("ring", bucket)

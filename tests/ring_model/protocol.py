@@ -1,8 +1,11 @@
 """The ring's protocol as programs of five actors: who waits for what, copied from the engine line by line.
 
-One segment of some buckets, with stamps for contents. A `Stream` collects its operations as a CUDA stream does:
-`wait_stream`, `wait_event` and `wait_word` hold back what is queued from then on. `Setup.without` leaves out orders,
-which the checker must then miss. The worker's process is one actor: a slot is read and passed over, then `done` rises.
+Segments of some buckets, whose windows end in different steps, with stamps for contents; the windows are those of the
+engine's own clock. A `Stream` collects its operations as a CUDA stream does: `wait_stream`, `wait_event` and
+`wait_word` hold back what is queued from then on. The copies go to two streams in turn, each behind all that is queued
+on the other: one actor. `Setup.without` leaves out orders, which the checker must then miss.
+The worker's process is one actor: a slot is read and passed over, then `done` rises; how it finds the next one is
+`scan.py`'s matter.
 
 The selected part of a bucket's weights has a cell of its own. `fused_step` writes it in every step; where an upload may
 be on its way meanwhile that write is worth nothing, and `write_masters` repeats it after the upload, so it is left out.
@@ -10,13 +13,23 @@ be on its way meanwhile that write is worth nothing, and `write_masters` repeats
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from tests.ring_model.actors import Actors, items
+from tests.ring_model.actors import items
+from tests.ring_model.exchanges import Exchanges
 from tests.ring_model.explore import COPIES, LOST, Op, Program
 from tests.ring_model.setup import ORDERS, Setup
+from zenflow.window import StepPlan, WindowClock
 
-Sent = tuple[int, int, int]  # bucket, window, sequence number
+
+class Sent(NamedTuple):
+    """`uploads.Sent`."""
+
+    bucket: int
+    window: int
+    seq: int
+    due: int
 
 
 def build(setup: Setup) -> Program:
@@ -24,35 +37,35 @@ def build(setup: Setup) -> Program:
     return _Run(setup).build()
 
 
-class _Run(Actors):
+class _Run(Exchanges):
     """Goes through a run as the trainer's thread does, and notes what each actor has to do."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.window = 1
-        self.running: list[int] = []  # the steps of the running window
-        self.exchanges = 0
-        self.sent = 0
+        self.clock = WindowClock(
+            update_interval=setup.interval, select_interval=1 << 30, full_warm_up_rounds=0, visible_after=setup.delay
+        )
+        self.clock.cohorts = tuple(setup.cohorts)
+        self.logged = 0
         self.pending: list[Sent] = []
         self.queued: set[Sent] = set()
         self.poisoned: set[int] = set()  # buckets that are being tried
         self.passed: set[int] = set()
         self.uploaded: dict[int, tuple[int, int]] = {}
         self.copied: tuple[int, int] = (COPIES, 0)
-        self.window_ends: list[int] = []
+        self.last_seq = {(segment, turn): 0 for segment in range(setup.segments) for turn in (0, 1)}
         self.leaving = False  # gradients are on their way
-        self.visible = 0  # the window that the deferred weights show
+        self.visible = [0] * setup.segments  # the window that the deferred weights show
         self.owned = 0  # the step whose selected masters the weights show
 
     def build(self) -> Program:
         setup = self.setup
         for self.step in range(1, setup.windows * setup.interval + 1):
-            ends = len(self.running) + 1 == setup.interval
-            self._backward(ends)
+            self._backward()
             if self.step in setup.dropping:
-                self._drop_gradients(ends)
-                self._backward(ends)
-            self._step(ends)
+                self._drop_gradients()
+                self._backward()
+            self._step()
             if self.step in setup.saving:
                 self._save()
             if self.step in setup.flushing:
@@ -61,33 +74,36 @@ class _Run(Actors):
         streams = [self.compute.ops, self.copies.ops, self.uploads.ops]
         return Program([self.host, *streams, self.worker], self.cells, self.first, frozenset(self.counters), self.done)
 
-    def _backward(self, ends: bool) -> None:
+    def _due(self) -> list[Sent]:
+        """`Uploads.due`."""
+        return [sent for sent in self.pending if sent.due <= self.step]
+
+    def _backward(self) -> None:
         """Phase 1, and phase 5 under it."""
-        weights = self._each("weights", self.visible) | self._each("selected weights", self.owned)
+        weights = self._all("weights", self.visible) | self._each("selected weights", self.owned)
         if self.setup.zeroed:
             if self.leaving and self._has("e: gradients are copied before they are zeroed"):
                 self.compute.wait_stream(self.copies)
             self.leaving = False
             self.compute.push(("zero", self.step), "zenflow.optimizer:ZenFlow.zero_grad", writes=self._gradients(0))
         self.compute.push(("forward", self.step), "", reads=weights)
-        for bucket in self.buckets:
+        for bucket in self._backward_order():
             used = {
-                self._cell("weights", bucket): self.visible,
+                self._cell("weights", bucket): self.visible[self._segment(bucket)],
                 self._cell("selected weights", bucket): self.owned,
             }
             self.compute.push(("backward", self.step, bucket), "", used, {self._gradient(bucket): self.step})
-            if ends and self.setup.upload == "backward":
-                for sent in self.pending:
-                    if sent[0] == bucket:
-                        self._take_over(sent)
+            for sent in self._due() if self.setup.upload == "backward" else ():
+                if sent.bucket == bucket:
+                    self._take_over(sent)
 
-    def _drop_gradients(self, ends: bool) -> None:
+    def _drop_gradients(self) -> None:
         """`Pipeline.drop_gradients`: weights that went into transit arrive first."""
-        if ends and self.setup.upload == "backward":
-            self._make_visible()
+        if self.setup.upload == "backward":
+            self._show(self._due())
 
     def _take_over(self, sent: Sent) -> None:
-        bucket = sent[0]
+        bucket = sent.bucket
         if self.setup.checked and bucket not in self.passed:
             self.poisoned.add(bucket)
             places = [self._cell(name, bucket) for name in ("weights", "selected weights")]
@@ -102,7 +118,7 @@ class _Run(Actors):
         self._upload(sent)
 
     def _upload(self, sent: Sent) -> None:
-        bucket, window, seq = sent
+        bucket, window, seq, _ = sent
         if self._has("a: done before the upload"):
             if self.setup.stream_words:
                 self.uploads.wait_word(self.done, seq)
@@ -117,140 +133,181 @@ class _Run(Actors):
         self.uploaded[bucket] = self.uploads.event()
         self.queued.add(sent)
 
-    def _step(self, ends: bool) -> None:
+    def _step(self) -> None:
         """Phase 2, `Pipeline.step`."""
         self._host(("check",), "zenflow.client:WorkerClient.check", asks="check")
-        position = len(self.running)
-        self.running.append(self.step)
+        self.clock.state.selection_due |= self.step in self.setup.selecting
+        plan = self.clock.begin_step()
+        self.logged = self.clock.state.window
         if self._has("d: the copy before the next fold"):
             self.compute.wait_event(self.copied)
         grads = self._gradients(self.step)
-        log = {self._cell("device log"): (self.window, position + 1)}
+        log = {self._cell("device log"): self.step}
         self.compute.push(("close", self.step), "zenflow.pipeline:Pipeline._reduce", grads, log)
         if self.poisoned:
             self._synchronize(self.compute, "zenflow.uploads:Uploads.end_backward")
             self.passed |= self.poisoned
         if self.setup.on_host:
-            self._send_gradients(position)
-        due = ends and bool(self.pending)
-        folded = {} if self.setup.on_host else self._each("accumulator", (self.window, position + 1))
-        before = self._each("accumulator", (self.window, position)) if folded and position else {}
-        shown = {} if due else self._each("selected weights", self.step)
+            self._send_gradients(plan.position % self.setup.interval)
+        moving = {sent.bucket for sent in self._due()}
+        shown = {self._cell("selected weights", bucket): self.step for bucket in self.buckets if bucket not in moving}
+        before, folded = self._fold()
         where = "zenflow_kernels.fused_step:fused_step"
         self.compute.push(("update", self.step), where, grads | before, folded | shown)
         self.owned = self.step
-        if ends:
-            self._end_window(due)
+        self._end_window(plan)
 
-    def _send_gradients(self, position: int) -> None:
+    def _fold(self) -> tuple[dict, dict]:
+        """What the accumulators hold before and after this step: their windows' first steps, and how many steps."""
+        before, folded = {}, {}
+        for bucket in self.buckets if not self.setup.on_host else ():
+            cell, length = self._cell("accumulator", bucket), self._length(bucket)
+            if length:
+                before[cell] = (self.step - length, length)
+            folded[cell] = (self.step - length, length + 1)
+        return before, folded
+
+    def _length(self, bucket: int) -> int:
+        return self.clock.length(self.setup.cohorts[self._segment(bucket)])
+
+    def _send_gradients(self, place: int) -> None:
         if self._has("c: the fold before the copy"):
             self.copies.wait_stream(self.compute)
         self.leaving = True
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(self._backward_order()):
             self.copies.push(
                 ("gradient", self.step, bucket),
                 "zenflow.sending:Sender.send_gradients",
                 {self._gradient(bucket): self.step},
-                {self._lane(self.window, position, bucket): self.step},
+                {self._lane(self._turn(bucket), place, bucket): self.step},
             )
 
-    def _end_window(self, due: bool) -> None:
+    def _turn(self, bucket: int) -> int:
+        return self.uses[self._segment(bucket)] % 2
+
+    def _end_window(self, plan: StepPlan) -> None:
         """`Pipeline._end_window`."""
-        selects = self.step in self.setup.selecting
+        selects = plan.selects
         if selects:
             self._synchronize(self.compute, "zenflow.pipeline:Pipeline._is_finite")
-        self._queue_rest()
-        sent = self._send_window()
-        self._land()
-        self.pending = sent
-        if selects or not self.setup.staleness:
-            self._queue_rest()
-            self._land()
-        if due or selects or not self.setup.staleness:
+        ends, prompt = self.clock.cohorts if selects else plan.ends, plan.synchronous or selects
+        due = self._due()
+        if self._has("cohorts: a result arrives before the next one takes its place"):
+            replaced = [sent for sent in self.pending if self.setup.cohorts[self._segment(sent.bucket)] in ends]
+            due = [sent for sent in self.pending if sent in due or sent in replaced]
+        self._queue_rest(due)
+        sent = self._send_windows({cohort: self.clock.length(cohort) + 1 for cohort in ends}, plan.position + 1)
+        self._land(due)
+        self.pending += sent
+        if prompt:
+            self._queue_rest(sent)
+            self._land(sent)
+        if due or prompt:
             self._write_masters()
         if selects:
             self._select()
-        self.window, self.running = self.window + 1, []
+            self.clock.selection_ran()
+        self.clock.finish_step(ends)
 
-    def _queue_rest(self) -> None:
-        left = [sent for sent in self.pending if sent not in self.queued]
+    def _queue_rest(self, wanted: Sequence[Sent]) -> None:
+        left = [sent for sent in wanted if sent not in self.queued]
         if left and self._has("a: backward before the uploads in step()"):
             self.uploads.wait_stream(self.compute)
         for sent in left:
             self._upload(sent)
 
-    def _land(self) -> None:
-        if self.pending:
-            if self._has("b: uploads before the selected masters"):
-                self.compute.wait_stream(self.uploads)
-            self.visible = self.pending[-1][1]
-        self.pending, self.poisoned = [], set()
+    def _land(self, queued: Sequence[Sent]) -> None:
+        if not queued:
+            return
+        if self._has("b: uploads before the selected masters"):
+            self.compute.wait_stream(self.uploads)
+        for sent in queued:
+            self.visible[self._segment(sent.bucket)] = sent.window
+        self.pending = [sent for sent in self.pending if sent not in queued]
+        self.queued, self.poisoned = set(), set()
 
     def _write_masters(self) -> None:
         where = "zenflow.pipeline:Pipeline.write_selected"
         self.compute.push(("masters", self.step), where, writes=self._each("selected weights", self.owned))
 
-    def _make_visible(self) -> None:
-        if self.pending:
-            self._queue_rest()
-            self._land()
+    def _show(self, wanted: Sequence[Sent]) -> None:
+        if wanted:
+            self._queue_rest(wanted)
+            self._land(wanted)
             self._write_masters()
 
-    def _send_window(self) -> list[Sent]:
+    def _send_windows(self, lengths: Mapping[int, int], end: int) -> list[Sent]:
         """Phase 3, and the worker's part of it."""
-        if self._has("e: a turn's last window is done before its records are written") and len(self.window_ends) > 1:
-            self._wait_done(self.window_ends[-2])
+        ending = [segment for segment, cohort in enumerate(self.setup.cohorts) if cohort in lengths]
+        if not ending:
+            return []
+        self._free_records(ending)
         if self._has("c: the fold before the copy"):
             self.copies.wait_stream(self.compute)
-        sent = []
-        for bucket in self.buckets:
-            seq = self.sent + bucket + 1
-            sent.append((bucket, self.window, seq))
-            if bucket == 0:
-                self._write_records()
+        sent: list[Sent] = []
+        for segment in ending:
+            sent += self._send_segment(segment, lengths[self.setup.cohorts[segment]], end)
+        self.copied = self.copies.event()
+        return sent
+
+    def _free_records(self, ending: Sequence[int]) -> None:
+        last = [self.last_seq[segment, self.uses[segment] % 2] for segment in ending]
+        if self._has("e: a turn's last window is done before its records are written"):
+            every = self._has("e: that of every segment whose windows end")
+            self._wait_done(max(last) if every else min(last))
+
+    def _send_segment(self, segment: int, steps: int, end: int) -> list[Sent]:
+        turn, window, sent = self.uses[segment] % 2, self.logged, []
+        self.latest[segment] = window
+        for bucket in self._members(segment):
+            self.sent += 1
+            sent.append(Sent(bucket, window, self.sent, self.step + self.setup.delay))
+            if len(sent) == 1:
+                self._write_records(segment, turn)
             if bucket in self.uploaded and self._has("c: the upload before ready"):
                 self.copies.wait_event(self.uploaded[bucket])
             if self._has("f: the payload before ready"):
-                self._send_sum(bucket)
-                self._raise_ready(bucket, seq)
+                self._send_sum(bucket, steps)
+                self._raise_ready(sent[-1])
             else:
-                self._raise_ready(bucket, seq)
-                self._send_sum(bucket)
-            self._process(bucket, seq)
-        self.copied = self.copies.event()
-        self.sent += len(sent)
-        self.window_ends.append(self.sent)
+                self._raise_ready(sent[-1])
+                self._send_sum(bucket, steps)
+            self._process(sent[-1], steps, end)
+        self.uses[segment] += 1
+        self.last_seq[segment, turn] = self.sent
         return sent
 
-    def _write_records(self) -> None:
-        turn, window = self.window % 2, self.window
-        record, log = self._cell("host record", turn), self._cell("log record", turn)
-        self._host(("records", window), "zenflow.ring:SegmentMemory._write_window", writes=((record, window),))
-        read = {self._cell("device log"): (window, len(self.running))}
-        self.copies.push(("log", window), "zenflow.sending:Sender._send_segment", read, {log: window})
+    def _write_records(self, segment: int, turn: int) -> None:
+        window = self.logged
+        record, log = (self._cell(name, turn, segment) for name in ("host record", "log record"))
+        self._host(("records", window, segment), "zenflow.ring:SegmentMemory._write_window", writes=((record, window),))
+        read = {self._cell("device log"): self.step}
+        self.copies.push(("log", window, segment), "zenflow.sending:Sender._send_segment", read, {log: window})
 
-    def _send_sum(self, bucket: int) -> None:
+    def _send_sum(self, bucket: int, steps: int) -> None:
         if not self.setup.on_host:
             self.copies.push(
-                ("copy", self.window, bucket),
+                ("copy", self.logged, bucket),
                 "zenflow.sending:Sender._send_sum",
-                {self._cell("accumulator", bucket): (self.window, len(self.running))},
-                {self._lane(self.window, 0, bucket): self.window},
+                {self._cell("accumulator", bucket): (self.step - steps + 1, steps)},
+                {self._lane(self._turn(bucket), 0, bucket): self.logged},
             )
 
-    def _raise_ready(self, bucket: int, seq: int) -> None:
-        ready = self._cell("ready", self.window % 2, bucket, counter=True)
-        self.copies.push(("ready", seq), "zenflow.sending:Sender._raise_ready", writes={ready: seq})
+    def _raise_ready(self, sent: Sent) -> None:
+        ready = self._cell("ready", self._turn(sent.bucket), sent.bucket, counter=True)
+        self.copies.push(("ready", sent.seq), "zenflow.sending:Sender._raise_ready", writes={ready: sent.seq})
 
-    def _process(self, bucket: int, seq: int) -> None:
+    def _process(self, sent: Sent, steps: int, end: int) -> None:
         """Phase 4: what the worker does with a slot. It takes only one whose `ready` is the number that is due."""
-        turn, window = self.window % 2, self.window
+        bucket, window, seq, _ = sent
+        segment, turn = self._segment(bucket), self._turn(bucket)
         ready = self._cell("ready", turn, bucket, counter=True)
-        reads = {ready: seq, self._cell("host record", turn): window, self._cell("log record", turn): window}
+        records = {self._cell(name, turn, segment): window for name in ("host record", "log record")}
+        reads = {ready: seq} | records
         if self.setup.on_host:
-            reads |= {self._lane(window, place, bucket): step for place, step in enumerate(self.running)}
+            reads |= self._lanes(bucket, steps, end)
         else:
-            reads[self._lane(window, 0, bucket)] = window
+            reads[self._lane(turn, 0, bucket)] = window
         written = {self._cell("shadow", bucket): window, self._cell("master", bucket): window}
         where, until = "zenflow.planning:SegmentWork.process", ((ready, seq),)
         work = Op(("process", seq), where, until=until, reads=items(reads), writes=items(written))
@@ -260,62 +317,11 @@ class _Run(Actors):
         else:
             self.worker += [Op(("arrived", seq), "zenflow.worker:Worker._arrived", until=until), finish, work]
 
-    # Selection
-
-    def _select(self) -> None:
-        """`Pipeline._select`: parts go through two halves of the idle ring, see `selection._Exchange.run`."""
-        window = self.window
-        self._wait_done(self.sent)
-        self._synchronize(self.compute, "zenflow.selection:_fetch")
-        parts = [(part, self._half(window, part)) for part in range(1, self.setup.parts + 1)]
-        self._leave(window, *parts[0])
-        self._order(window, *parts[0])
-        for number, (part, half) in enumerate(parts, start=1):
-            following = parts[number : number + 1]
-            if following:
-                self._leave(window, *following[0])
-            if self._has("selection: the worker has answered before what enters is copied"):
-                self._host(
-                    ("answer", self.step, part),
-                    "zenflow.client:WorkerClient.end_exchange",
-                    until=((self.answered, self.exchanges),),
-                    asks="await",
-                )
-            if following:
-                self._order(window, *following[0])
-            reads = {half: (window, part, 1)}
-            self.compute.push(("enter", self.step, part), "zenflow.selection:_Exchange._enter", reads)
-
-    def _half(self, window: int, part: int) -> int:
-        """`selection._idle_half`: the lane, or those of the window that has just been sent."""
-        bucket = 0 if part % 2 else self.setup.buckets - 1
-        return self._lane(window, 0, bucket)
-
-    def _leave(self, window: int, part: int, half: int) -> None:
-        where = "zenflow.selection:_Exchange._leave"
-        self.compute.push(("leave", self.step, part), where, writes={half: (window, part, 0)})
-        self.arrived = self.compute.event()
-
-    def _order(self, window: int, part: int, half: int) -> None:
-        where = "zenflow.selection:_Exchange._order"
-        if self._has("selection: what leaves has arrived before the worker is told"):
-            self._host(("arrived", self.step, part), where, after=(self.arrived,))
-        self.exchanges += 1
-        self._host(("order", self.step, part), where, writes=((self.told, self.exchanges),))
-        self.worker += [
-            Op(
-                ("exchange", self.step, part),
-                "zenflow.exchange:carry_out",
-                until=((self.told, self.exchanges),),
-                reads=((half, (window, part, 0)),),
-                writes=((half, (window, part, 1)), *self._each("master", window).items()),
-            ),
-            Op(
-                ("answer", self.step, part),
-                "zenflow.worker:Worker._exchange",
-                writes=((self.answered, self.exchanges),),
-            ),
-        ]
+    def _lanes(self, bucket: int, steps: int, end: int) -> dict[int, int]:
+        """The gradients of the latest `steps` steps, the last of them in the place before `end`."""
+        turn, places = self._turn(bucket), [place % self.setup.interval for place in range(end - steps, end)]
+        first = self.step - steps + 1
+        return {self._lane(turn, place, bucket): step for step, place in enumerate(places, start=first)}
 
     # What reads results
 
@@ -324,30 +330,29 @@ class _Run(Actors):
         self._wait_done(self.sent)
         if self._has("e: copies are finished before a state is read"):
             self._synchronize(self.copies, "zenflow.sending:Sender.finish_copies")
-        reads = self._each("master", self.window - 1) | self._each("shadow", self.window - 1)
-        if self.setup.on_host:
-            for place, step in enumerate(self.running):
-                reads |= {self._lane(self.window, place, bucket): step for bucket in self.buckets}
+        reads = self._all("master", self.latest) | self._all("shadow", self.latest)
+        for bucket in self.buckets if self.setup.on_host else ():
+            reads |= self._lanes(bucket, self._length(bucket), self.clock.state.position)
         self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=items(reads))
         self._look("zenflow.optimizer:ZenFlow.state_dict")
 
     def _flush(self) -> None:
         """`Pipeline.flush`, and a user who looks at the weights after it."""
         self._host(("check",), "zenflow.client:WorkerClient.check", asks="check")
-        self._make_visible()
-        if self.running:
-            self.pending = self._send_window()
-            self.window, self.running = self.window + 1, []
+        self._show(self.pending)
+        running = {cohort: self.clock.length(cohort) for cohort in self.clock.running}
+        self.pending = self._send_windows(running, self.clock.state.position)
+        self.clock.restart()
         self._wait_done(self.sent)
-        self._make_visible()
+        self._show(self.pending)
         self._write_masters()
-        assert (self.visible, self.owned) == (self.window - 1, self.step)
+        assert (self.visible, self.owned) == (self.latest, self.step)
         self._look("zenflow.pipeline:Pipeline.flush")
 
     def _look(self, where: str) -> None:
         """All weights are what they should be now, for a host that has waited for the compute stream."""
         self._synchronize(self.compute, where)
-        weights = self._each("weights", self.visible) | self._each("selected weights", self.owned)
+        weights = self._all("weights", self.visible) | self._each("selected weights", self.owned)
         self._host(("look", self.step), where, reads=items(weights))
 
 

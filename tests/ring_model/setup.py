@@ -14,10 +14,12 @@ ORDERS = {
     "c: the upload before ready": "zenflow.sending:Sender._send_segment",
     "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",
     "e: a turn's last window is done before its records are written": "zenflow.sending:Sender._free_records",
+    "e: that of every segment whose windows end": "zenflow.sending:Sender._free_records",
     "e: gradients are copied before they are zeroed": "zenflow.sending:Sender.release_gradients",
     "e: copies are finished before a state is read": "zenflow.sending:Sender.finish_copies",
     "f: the payload before ready": "zenflow.sending:Sender._raise_ready",
     "f: the shadow before done": "zenflow.header:Header.finish",
+    "cohorts: a result arrives before the next one takes its place": "zenflow.pipeline:Pipeline._end_window",
     "selection: what leaves has arrived before the worker is told": "zenflow.selection:_Exchange._order",
     "selection: the worker has answered before what enters is copied": "zenflow.client:WorkerClient.end_exchange",
 }
@@ -27,17 +29,21 @@ ORDERS = {
 class Setup:
     """What is modelled: `windows` times `interval` steps, and at which of them something more happens.
 
+    buckets: of each segment; segments: of as many cohorts, whose windows end in different steps; visible_after: steps
+    from a window's last to the one at whose end its result is visible, None: `interval`.
     stream_words: streams wait for `done` themselves, else the host does. zeroed: gradients are zeroed in place between
-    two steps, else given up. checked: a bucket's first upload is tried with NaN (`upload_check`). selecting: steps that
-    end a window and select, state moving in `parts`. saving, flushing: steps after which `state_dict()` or `flush()` is
-    called. dropping: steps whose first gradients are thrown away.
+    two steps, else given up. checked: a bucket's first upload is tried with NaN (`upload_check`). selecting: steps at
+    which a selection is due, for the first end of a window; state moves in `parts`, through the rings of a segment's
+    first and last bucket, which must be two. saving, flushing: steps after which `state_dict()` or `flush()` is called.
+    dropping: steps whose first gradients are thrown away.
     without: of ORDERS.
     """
 
     buckets: int = 2
     windows: int = 3
     interval: int = 1
-    staleness: int = 1
+    segments: int = 1
+    visible_after: int | None = None
     upload: str = "backward"
     on_host: bool = False
     stream_words: bool = True
@@ -52,3 +58,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         assert self.without <= ORDERS.keys(), self.without - ORDERS.keys()
+        assert self.segments <= self.interval, f"{self.segments} cohorts in windows of {self.interval} steps"
+
+    @property
+    def delay(self) -> int:
+        """`visible_after`, in steps."""
+        return self.interval if self.visible_after is None else self.visible_after
+
+    @property
+    def cohorts(self) -> list[int]:
+        """Of each segment: in which step of `interval` its windows end; see `window.divide`."""
+        return [(number + 1) * self.interval // self.segments for number in range(self.segments)]

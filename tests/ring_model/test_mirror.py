@@ -6,7 +6,7 @@ run itself is right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +25,7 @@ from zenflow.client import WorkerClient
 from zenflow.ring import SegmentMemory
 from zenflow.selection import _Exchange
 from zenflow.sending import Sender
-from zenflow.storage import ParamRecord
+from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.uploads import Sent, Uploads
 
 DONE = -1
@@ -70,9 +70,9 @@ class NotingWords:
 
     def write(self, stream: NotingStream, address: int, value: int) -> None:
         stream.push(("ready", value), "")
-        memory = self.engine.storage.memory
-        buckets = len(memory.segment.buckets)
-        memory.publish((value - 1) % buckets, (value - 1) // buckets % 2, value)
+        item = self.engine.raised
+        assert item.seq == value
+        item.storage.memory.publish(item.bucket.index, item.turn, value)
 
     def copy_to_device(self, stream: NotingStream, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -83,24 +83,29 @@ class NotingEngine:
 
     def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
         self.setup, self.host, self.quiet = setup, [], False
-        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(setup.buckets)))
+        count = setup.segments * setup.buckets
+        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+        delay = {"overlap_step": False} if setup.visible_after == 0 else {"visible_after": setup.delay}
         self.engine = ZenFlow(
             self.model.parameters(), topk_ratio=0.5 if setup.selecting else 0.0,
             min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
-            update_interval=setup.interval, overlap_step=bool(setup.staleness), upload=setup.upload,
+            update_interval=setup.interval, stagger=setup.segments > 1, **delay, upload=setup.upload,
             upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
             select_interval=min(setup.selecting, default=10**6),
         )  # fmt: skip
         self.pipeline = self.engine._pipeline
-        (self.storage,) = self.pipeline.storages
-        assert len(self.storage.segment.buckets) == setup.buckets
+        assert [storage.cohort for storage in self.pipeline.storages] == setup.cohorts
+        assert all(len(storage.segment.buckets) == setup.buckets for storage in self.pipeline.storages)
         self.compute, self.copies, self.uploads = (NotingStream(a, self.host) for a in (COMPUTE, COPIES, UPLOADS))
         self.current = self.compute
         self.step = self.part = 0
+        self.half = 0  # of all channels, the selected one
+        self.raised: Sent | None = None  # the latest slot whose `ready` was
         self._give_streams(monkeypatch)
         self._take_notes(monkeypatch)
-        for bucket, layer in enumerate(reversed(self.model)):
-            layer.weight.register_hook(lambda grad, bucket=bucket: self._gradient(bucket))
+        for record in self.pipeline.records:
+            bucket = self.number(record.storage, record.storage.indices.index(record.index))
+            record.param.register_hook(lambda grad, bucket=bucket: self._gradient(bucket))
 
     def _give_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sender, uploads, client = self.pipeline.sender, self.pipeline.uploads, self.pipeline.client
@@ -108,8 +113,9 @@ class NotingEngine:
         words = NotingWords(self, client) if self.setup.stream_words else None
         sender._words = NotingWords(self, client)
         uploads._words = words
-        for events in (self.storage.gradients_exist, self.storage.uploaded):
-            events += [NotingEvent(self) for _ in range(self.setup.buckets)]
+        for storage in self.pipeline.storages:
+            for events in (storage.gradients_exist, storage.uploaded):
+                events += [NotingEvent(self) for _ in range(self.setup.buckets)]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._as_current)
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
@@ -127,6 +133,10 @@ class NotingEngine:
         before, self.quiet = self.quiet, True
         yield
         self.quiet = before
+
+    def number(self, storage: SegmentStorage, bucket: int) -> int:
+        """The model's, of a segment's bucket."""
+        return storage.segment.index * self.setup.buckets + bucket
 
     def note(self, *key: object) -> None:
         if not self.quiet:
@@ -147,13 +157,15 @@ class NotingEngine:
             before(pipeline_module, name, lambda *_, key=key: self.compute.push((key, self.step), ""))
         before(WorkerClient, "check", lambda client: self.note("check"))
         before(WorkerClient, "wait_done", lambda client, seq, *_: self.note("wait for", seq))
-        before(SegmentMemory, "_write_window", lambda memory, turn, seq, window, *_: self.note("records", window))
-        before(Sender, "_send_sum", lambda _, item: self.copies.push(("copy", item.window, item.bucket.index), ""))
+        before(SegmentMemory, "_write_window", self._records)
+        before(Sender, "_send_sum", lambda _, item: self.copies.push(("copy", item.window, self._bucket(item)), ""))
+        before(Sender, "_raise_ready", lambda _, item, word: setattr(self, "raised", item))
         before(Sender, "_copy", self._log)
         before(ParamRecord, "lane", self._lane)
         before(Uploads, "_copy", self._upload)
         before(_Exchange, "_leave", self._leave)
-        before(_Exchange, "_enter", lambda _, number: self.compute.push(("enter", self.step, number + 1), ""))
+        before(_Exchange, "_enter", self._enter)
+        monkeypatch.setattr(pipeline_module, "choose_channels", self._choose)
         before(WorkerClient, "begin_exchange", lambda *_: self.note("order", self.step))
         before(WorkerClient, "end_exchange", lambda *_: self.note("answer", self.step))
         made = _Exchange.__init__
@@ -169,25 +181,40 @@ class NotingEngine:
             tried = len(uploads._poisoned)
             take_over(uploads, sent)
             if len(uploads._poisoned) > tried:
-                self.compute.push(("poison", self.step, sent.bucket.index), "")
+                self.compute.push(("poison", self.step, self._bucket(sent)), "")
 
         monkeypatch.setattr(Uploads, "_take_over", noting)
 
+    def _bucket(self, sent: Sent) -> int:
+        return self.number(sent.storage, sent.bucket.index)
+
+    def _records(self, memory: SegmentMemory, turn: int, seq: int, window: int, *_: Any) -> None:
+        self.note("records", window, memory.segment.index)
+
     def _log(self, sender: Sender, target: Tensor, source: Tensor) -> None:
-        if target.data_ptr() in [log.data_ptr() for log in self.storage.logs]:
-            self.copies.push(("log", self.pipeline.clock.state.window), "")
+        for storage in self.pipeline.storages:
+            if target.data_ptr() in [log.data_ptr() for log in storage.logs]:
+                self.copies.push(("log", self.pipeline.logged, storage.segment.index), "")
 
     def _lane(self, record: ParamRecord, turn: int, position: int) -> None:
         if self.current is self.copies:
-            number = self.storage.indices.index(record.index)
-            self.copies.push(("gradient", self.step, number), "")
+            bucket = self.number(record.storage, record.storage.indices.index(record.index))
+            self.copies.push(("gradient", self.step, bucket), "")
 
     def _upload(self, uploads: Uploads, sent: Sent) -> None:
-        self.uploads.push(("upload", sent.bucket.index, sent.window), "")
+        self.uploads.push(("upload", self._bucket(sent), sent.window), "")
 
     def _leave(self, exchange: _Exchange, number: int) -> None:
         self.part = number + 1
-        self.compute.push(("leave", self.step, self.part), "")
+        self.compute.push(("leave", self.step, self.part, exchange.segment), "")
+
+    def _choose(self, records: Sequence[ParamRecord], *_: Any) -> list[Tensor]:
+        """Always the other half: a selection moves all it has, in as many parts as state tensors."""
+        self.half ^= 1
+        return [torch.arange(self.half, 8, 2) for _ in records]
+
+    def _enter(self, exchange: _Exchange, number: int) -> None:
+        self.compute.push(("enter", self.step, number + 1, exchange.segment), "")
 
     def _gradient(self, bucket: int) -> None:
         self.compute.push(("backward", self.step, bucket), "")
@@ -214,9 +241,7 @@ class NotingEngine:
         if self.setup.zeroed:
             self.compute.push(("zero", self.step), "")
         self.compute.push(("forward", self.step), "")
-        # Other inputs matter in every second window: a selection moves all it has, in as many parts as state tensors.
-        batch = torch.where(torch.arange(8) % 2 == self.step // 2 % 2, 4.0, 0.1)
-        self.model(torch.stack([batch, -batch])).square().sum().backward()
+        self.model(torch.eye(8)).square().sum().backward()
 
 
 class Unfinished:
@@ -249,14 +274,21 @@ SETUPS = {
     "overlap": {"windows": 4},
     "three-buckets": {"buckets": 3},
     "two-steps": {"interval": 2, "saving": {1, 4}},
-    "no-overlap": {"staleness": 0},
+    "no-overlap": {"visible_after": 0},
     "upload-in-step": {"upload": "step"},
     "host-waits": {"stream_words": False},
     "upload-check": {"windows": 4, "checked": True, "dropping": {2}},
     "selection": {"buckets": 1, "windows": 4, "selecting": {2, 4}},
-    "selection-host": {"buckets": 1, "windows": 4, "selecting": {2, 4}, "on_host": True, "staleness": 0},
+    "selection-host": {"buckets": 1, "windows": 4, "selecting": {2, 4}, "on_host": True, "visible_after": 0},
     "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
     "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
+    "sooner": {"interval": 3, "visible_after": 1, "dropping": {4}},
+    "cohorts": {"segments": 2, "interval": 2, "saving": {2}},
+    "cohorts-sooner": {"buckets": 1, "segments": 3, "interval": 3, "visible_after": 2, "flushing": {5}},
+    "cohorts-check": {"segments": 2, "interval": 2, "visible_after": 1, "checked": True, "dropping": {4}},
+    "cohorts-selection": {"buckets": 1, "segments": 2, "interval": 2, "selecting": {2, 4, 6}},
+    "cohorts-host": {"buckets": 1, "segments": 2, "interval": 3, "on_host": True, "flushing": {5}},
+    "cohorts-no-overlap": {"segments": 2, "interval": 2, "visible_after": 0},
     "host": {"on_host": True, "interval": 2, "saving": {3}},
     "host-zeroed": {"on_host": True, "zeroed": True, "dropping": {2}},
 }

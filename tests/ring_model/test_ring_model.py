@@ -22,7 +22,7 @@ SETUPS = {
     "four-windows": {"windows": 4},
     "three-buckets": {"buckets": 3, "windows": 2},
     "two-steps": {"interval": 2, "saving": STEPS},
-    "no-overlap": {"staleness": 0, "saving": STEPS},
+    "no-overlap": {"visible_after": 0, "saving": STEPS},
     "upload-in-step": {"upload": "step", "flushing": {1}},
     "host-waits": {"stream_words": False, "saving": {2}},
     "selection": {"interval": 2, "selecting": {2, 6}},
@@ -33,7 +33,15 @@ SETUPS = {
     "host": {"on_host": True, "interval": 2},
     "host-zeroed": {"on_host": True, "zeroed": True, "saving": {2}},
     "host-all": {"on_host": True, "interval": 2, "selecting": {4}, "saving": STEPS, "dropping": {4}},
-    "host-no-overlap": {"on_host": True, "staleness": 0, "selecting": EVEN, "flushing": {3}},
+    "sooner": {"interval": 2, "visible_after": 1, "saving": {3}, "flushing": {2}},
+    "two-cohorts": {"buckets": 1, "segments": 2, "interval": 2},
+    "cohorts": {"segments": 2, "interval": 2, "windows": 2, "visible_after": 1},
+    "cohorts-selection": {"segments": 2, "interval": 2, "windows": 2, "selecting": {3}},
+    "cohorts-flush": {"buckets": 1, "segments": 2, "interval": 3, "windows": 2, "flushing": {5}},
+    "cohorts-check": {"buckets": 1, "segments": 2, "interval": 2, "visible_after": 1, "checked": True, "dropping": {3}},
+    "cohorts-host": {"segments": 2, "interval": 2, "on_host": True, "saving": STEPS, "selecting": {3}},
+    "three-cohorts": {"buckets": 1, "segments": 3, "interval": 3, "windows": 2, "visible_after": 2, "upload": "step"},
+    "host-no-overlap": {"on_host": True, "visible_after": 0, "selecting": EVEN, "flushing": {3}},
 }
 
 
@@ -65,10 +73,15 @@ MISSED = {
     "c: the upload before ready": ("overlap", r"same time: .*copy 2 .*process 1 .*both touch ring"),
     "d: the copy before the next fold": ("overlap", r"same time: .*close .*log .*both touch device log"),
     "e: a turn's last window is done before its records are written": ("overlap", r"records .*both touch host record"),
+    "e: that of every segment whose windows end": ("cohorts-flush", r"records .*both touch host record"),
     "e: gradients are copied before they are zeroed": ("host-zeroed", r"same time: .*zero .*both touch gradient"),
     "e: copies are finished before a state is read": ("host-all", r"save .*lane"),
     "f: the payload before ready": ("overlap", r"same time: .*copy .*process .*both touch ring"),
     "f: the shadow before done": ("overlap", r"same time: .*upload .*process .*both touch shadow"),
+    "cohorts: a result arrives before the next one takes its place": (
+        "cohorts-selection",
+        r"same time: .*copy 3 .*process 3 .*both touch ring",
+    ),
     "selection: what leaves has arrived before the worker is told": (
         "selection",
         r"leave .*exchange .*both touch ring",
@@ -85,6 +98,11 @@ def test_each_order_is_needed(order: str) -> None:
     assert result.steps and re.search(shown, result.fault), str(result)
 
 
+@pytest.mark.parametrize("order", [order for order in ORDERS if MISSED[order][0] == "overlap"])
+def test_cohorts_need_it_too(order: str) -> None:
+    assert Explorer(make("two-cohorts", without=frozenset({order}))).run().fault
+
+
 @pytest.mark.parametrize(
     "order, cells, shown",
     [
@@ -92,11 +110,16 @@ def test_each_order_is_needed(order: str) -> None:
         ("c: the fold before the copy", ["device log"], r"copy 1 0 .*accumulator 0 holds"),
         ("c: the upload before ready", ["ring"], r"same time: .*upload .*process .*both touch shadow"),
         ("a: the last gradient before the upload", ["selected weights"], r"forward .*both touch weights"),
+        (
+            "cohorts: a result arrives before the next one takes its place",
+            ["ring"],
+            r"upload 2 2 .*shadow 2 holds 3, expected 2",
+        ),
     ],
 )
 def test_what_else_an_order_protects(order: str, cells: list[str], shown: str) -> None:
     """With the cells out of sight in which its absence shows first."""
-    program = make("overlap", without=frozenset({order}))
+    program = make(MISSED[order][0], without=frozenset({order}))
     hidden = {index for name, index in program.cells.items() if name[0] in cells}
     for ops in program.ops:
         ops[:] = [

@@ -1,0 +1,77 @@
+"""Selection in the ring's model: what host, compute stream and worker do while state changes its owner."""
+
+from __future__ import annotations
+
+from tests.ring_model.actors import Actors
+from tests.ring_model.explore import Op
+from tests.ring_model.setup import Setup
+
+
+class Exchanges(Actors):
+    """sent: slots so far; latest: the number of the last window that was sent, by segment; uses: how many were."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.exchanges = self.sent = 0
+        self.latest, self.uses = [0] * setup.segments, [0] * setup.segments
+
+    def _select(self) -> None:
+        """`Pipeline._select`: segment by segment."""
+        self._wait_done(self.sent)
+        self._synchronize(self.compute, "zenflow.selection:_fetch")
+        for segment in range(self.setup.segments):
+            self._exchange(segment)
+
+    def _exchange(self, segment: int) -> None:
+        """Parts go through two halves of the idle ring, see `selection._Exchange.run`."""
+        window = self.latest[segment]
+        parts = [(segment, part, self._half(segment, part)) for part in range(1, self.setup.parts + 1)]
+        self._leave(window, *parts[0])
+        self._order(window, *parts[0])
+        for number, (_, part, half) in enumerate(parts, start=1):
+            following = parts[number : number + 1]
+            if following:
+                self._leave(window, *following[0])
+            if self._has("selection: the worker has answered before what enters is copied"):
+                self._host(
+                    ("answer", self.step, part),
+                    "zenflow.client:WorkerClient.end_exchange",
+                    until=((self.answered, self.exchanges),),
+                    asks="await",
+                )
+            if following:
+                self._order(window, *following[0])
+            reads = {half: (window, part, 1)}
+            self.compute.push(("enter", self.step, part, segment), "zenflow.selection:_Exchange._enter", reads)
+
+    def _half(self, segment: int, part: int) -> int:
+        """`selection._idle_half`: the lane, or those of the window that has just been sent."""
+        members = self._members(segment)
+        return self._lane((self.uses[segment] - 1) % 2, 0, members[0] if part % 2 else members[-1])
+
+    def _leave(self, window: int, segment: int, part: int, half: int) -> None:
+        where = "zenflow.selection:_Exchange._leave"
+        self.compute.push(("leave", self.step, part, segment), where, writes={half: (window, part, 0)})
+        self.arrived = self.compute.event()
+
+    def _order(self, window: int, segment: int, part: int, half: int) -> None:
+        where = "zenflow.selection:_Exchange._order"
+        if self._has("selection: what leaves has arrived before the worker is told"):
+            self._host(("arrived", self.step, part), where, after=(self.arrived,))
+        self.exchanges += 1
+        self._host(("order", self.step, part), where, writes=((self.told, self.exchanges),))
+        masters = [(self._cell("master", bucket), window) for bucket in self._members(segment)]
+        self.worker += [
+            Op(
+                ("exchange", self.step, part, segment),
+                "zenflow.exchange:carry_out",
+                until=((self.told, self.exchanges),),
+                reads=((half, (window, part, 0)),),
+                writes=((half, (window, part, 1)), *masters),
+            ),
+            Op(
+                ("answer", self.step, part),
+                "zenflow.worker:Worker._exchange",
+                writes=((self.answered, self.exchanges),),
+            ),
+        ]
