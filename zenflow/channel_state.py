@@ -45,12 +45,12 @@ def full_master(record: ParamRecord) -> Tensor:
 
 
 def _merged(record: ParamRecord, number: int) -> Tensor:
-    compact = record.compact[number]
+    compact = record.compact[number].to("cpu", torch.float32, copy=True)
     if record.kind == "whole":
-        return compact.to("cpu", copy=True)
+        return compact
     merged = record.host[number].clone()
     if record.selected.numel():
-        scatter_channels_(merged, record.selected, compact.cpu(), record.kind, validate=False)
+        scatter_channels_(merged, record.selected, compact, record.kind, validate=False)
     return merged
 
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zenflow.config import ZenFlowConfig
 from zenflow.storage import DTYPE_NAMES, Newcomer, ParamRecord
 
 _HYPER = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _ABOVE = (float("inf"), 1.0, 1.0, float("inf"), float("inf"))
 
 
-def check_parameters(newcomers: Sequence[Newcomer], device: torch.device) -> None:
-    """Refuse by name what cannot be trained: foreign device, sparse, complex or non-float, overlapping memory."""
+def check_parameters(newcomers: Sequence[Newcomer], device: torch.device, config: ZenFlowConfig) -> None:
+    """Refuse by name what cannot be trained: foreign device, sparse, complex or non-float, overlapping memory; under
+    `selected_masters: stochastic` every dtype but bf16."""
     for newcomer in newcomers:
         param, name = newcomer.param, newcomer.name
         if param.device.type == "meta":
@@ -24,6 +26,8 @@ def check_parameters(newcomers: Sequence[Newcomer], device: torch.device) -> Non
         if param.requires_grad and param.dtype not in DTYPE_NAMES:
             allowed = ", ".join(sorted(DTYPE_NAMES.values()))
             raise ValueError(f"{name} has dtype {param.dtype}; allowed are {allowed}")
+        if param.requires_grad and param.dtype != torch.bfloat16 and config.selected_masters == "stochastic":
+            raise ValueError(f"{name} has dtype {param.dtype}; allowed under selected_masters='stochastic' is bfloat16")
         if param.device != device:
             raise ValueError(f"{name} is on {param.device}, the first parameter on {device}; all must be on one device")
     _check_overlap(newcomers)

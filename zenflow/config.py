@@ -87,6 +87,13 @@ class ZenFlowConfig:
     on_reselect: Literal["migrate", "reset"] = "migrate"
     """A channel that changes owner takes its moments and step count with it, or (ablation only) starts from zero."""
 
+    selected_masters: Literal["float32", "stochastic"] = "float32"
+    """What the GPU keeps of its channels beside the moments: fp32 masters, or (`stochastic`, for bf16 weights) nothing
+    but the weights, which are updated in fp32 and rounded stochastically: up or down at random, right on average."""
+
+    rounding_seed: int = 0
+    """Of that rounding's draws, which are a function of it, of the step, the parameter and the place in it."""
+
     min_deferred_numel: int = 4096
     """A parameter with fewer elements is selected whole, like one with fewer than two dimensions."""
 
@@ -202,14 +209,14 @@ def _refuse(name: str, value: object, allowed: str) -> ValueError:
     return ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 
-def _integer(low: int, *words: str | None):
-    allowed = _either(f"an integer >= {low}", *words)
+def _integer(low: int, *words: str | None, below: float = math.inf):
+    allowed = _either(f"an integer >= {low}" + (f" and < {below}" if below < math.inf else ""), *words)
 
     def rule(name: str, value: Any) -> Any:
         if value is None or isinstance(value, str):
             if value in words:
                 return value
-        elif isinstance(value, Integral) and not isinstance(value, bool) and value >= low:
+        elif isinstance(value, Integral) and not isinstance(value, bool) and low <= value < below:
             return int(value)
         raise _refuse(name, value, allowed)
 
@@ -278,6 +285,8 @@ _RULES = {
     "deferred_rule": _word("accumulate", "replay"),
     "deferred_lr_scale": _number(*_POSITIVE, "linear", "none"),
     "on_reselect": _word("migrate", "reset"),
+    "selected_masters": _word("float32", "stochastic"),
+    "rounding_seed": _integer(0, below=2**64),
     "min_deferred_numel": _integer(0),
     "accumulate_on": _word("gpu", "host"),
     "upload": _word("backward", "step"),

@@ -107,7 +107,7 @@ def _make_records(
     left = {cohort: len(storage.segment.matrices) for cohort, storage in storages.items()}
     for index, newcomer in enumerate(newcomers, start=first):
         if not is_deferred(config, newcomer.param):
-            records.append(record_whole(newcomer, index))
+            records.append(record_whole(newcomer, index, config))
             continue
         cohort = cohorts[id(newcomer.param)]
         left[cohort] -= 1

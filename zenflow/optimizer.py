@@ -72,7 +72,7 @@ class ZenFlow(torch.optim.Optimizer):
         if not everyone:
             raise ValueError("the param groups hold no parameter; allowed is at least one")
         device = everyone[0].param.device
-        check_parameters(everyone, device)
+        check_parameters(everyone, device, self.config)
         self._pipeline = Pipeline(self.config, device)
         try:
             self._lay_out([newcomer for newcomer in everyone if newcomer.param.requires_grad])
@@ -86,7 +86,7 @@ class ZenFlow(torch.optim.Optimizer):
         try:
             group_hyper(self.param_groups[-1])
             if self._pipeline is not None:
-                check_parameters(self._newcomers(lambda param: True), self._pipeline.device)
+                check_parameters(self._newcomers(lambda param: True), self._pipeline.device, self.config)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -306,7 +306,7 @@ class ZenFlow(torch.optim.Optimizer):
             names = group.get("param_names") or unnamed
             for param, name in zip(group["params"], names, strict=True):
                 if id(param) not in seen and wanted(param):
-                    found.append(Newcomer(param, number, name))
+                    found.append(Newcomer(param, number, name, len(seen)))
                 seen.add(id(param))
         return found
 
@@ -338,7 +338,7 @@ class ZenFlow(torch.optim.Optimizer):
 
     def _lay_out(self, newcomers: list[Newcomer], cohorts: dict[int, int] | None = None) -> None:
         if newcomers:
-            check_parameters(newcomers, self._running().device)
+            check_parameters(newcomers, self._running().device, self.config)
             lay_out(self._running(), newcomers, len(self.param_groups), cohorts)
             self._known |= {id(newcomer.param) for newcomer in newcomers}
             self._checked_groups = []

@@ -117,7 +117,7 @@ class Pipeline:
             if self.config.accumulate_on == "host":
                 self.sender.send_gradients(self.records, self.grads, plan.position % self.config.update_interval)
             for table in self.tables:
-                fused_step(table, self.control, hyper, bias)
+                fused_step(table, self.control, hyper, bias, seed=self.config.rounding_seed, step=plan.step)
             tell_autograd(record for record in self.records if self.grads[record.index] is not None)
             staleness = self._end_window(plan)
         self.grads = []

@@ -1,7 +1,9 @@
 """Selection: which channels the GPU owns from now on, and the migration of their state.
 
 A channel that changes owner takes master, both moments and t with it, bit for bit. It happens only while the worker is
-idle and no partial sum or pending result of the matrix exists. No weight, master, moment or t changes its value.
+idle and no partial sum or pending result of the matrix exists. No weight, master, moment or t changes its value; but
+under `selected_masters: stochastic` a master that comes to the device becomes the weight, which is the master rounded
+to the nearest, and a weight that goes to the worker is its master.
 
 The first owners of a parameter cost the host nothing: the worker's master is the weight itself, its moments and t are
 zero. Later, state travels through the ring, which is pinned and idle, in *parts* of many blocks. Half of it holds the
@@ -166,15 +168,16 @@ class _Job:
         move, record = self.move, self.move.record
         compact = record.compact[self.array]
         if len(move.leaving) and self.travels:
-            self.values = gather_channels(compact, move.leave_at, record.kind, validate=False)
+            self.values = gather_channels(compact, move.leave_at, record.kind, validate=False).float()
         else:
-            self.values = compact.new_zeros(move.compact_shape)
+            self.values = compact.new_zeros(move.compact_shape, dtype=torch.float32)
         compact.copy_(gather_channels(compact, move.source, record.kind, validate=False))
 
     def enter(self) -> None:
         """Put the entering channels into the compact state."""
         move, record = self.move, self.move.record
-        scatter_channels_(record.compact[self.array], move.enter_at, self.values, record.kind, validate=False)
+        compact = record.compact[self.array]
+        scatter_channels_(compact, move.enter_at, self.values.to(compact.dtype), record.kind, validate=False)
         self.values = None
 
 

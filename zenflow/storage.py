@@ -35,6 +35,7 @@ class Newcomer:
     param: Parameter
     group: int
     name: str
+    number: int  # among the optimizer's parameters, in their order
 
 
 def matrix_shape(param: Tensor) -> tuple[int, int]:
@@ -69,7 +70,9 @@ class ParamRecord:
 
     `weight` is `[rows, cols]` over the parameter's own memory. `master`, `exp_avg`, `exp_avg_sq` are the compact fp32
     state of the selected channels (`[rows, n]` for columns, `[n, cols]` for rows, everything if selected whole) and
-    `start` their t less the device's advance count. `selected` are their indices, ascending, on the host.
+    `start` their t less the device's advance count. `selected` are their indices, ascending, on the host. Under
+    `selected_masters: stochastic` their master is a bf16 copy of their weights, which an upload overwrites; if selected
+    whole, it is the weight itself.
     """
 
     param: Parameter
@@ -82,6 +85,7 @@ class ParamRecord:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     start: Tensor
+    stream: int  # of the draws that round its weights
     slot: Tensor | None = None
     accumulator: Tensor | None = None
     storage: SegmentStorage | None = None
@@ -156,7 +160,7 @@ class ParamRecord:
         return Entry(
             self.weight, self.kind, self.group,
             self.master, self.exp_avg, self.exp_avg_sq,
-            self.start, self.slot, self.accumulator,
+            self.start, self.slot, self.accumulator, self.stream,
         )  # fmt: skip
 
 
@@ -306,17 +310,18 @@ def new_segment(
     )
 
 
-def record_whole(newcomer: Newcomer, index: int) -> ParamRecord:
+def record_whole(newcomer: Newcomer, index: int, config: ZenFlowConfig) -> ParamRecord:
     """A parameter that is selected whole: its state is as large as itself, with one t."""
     param = newcomer.param
     if not param.data.is_contiguous():
         param.data = param.data.contiguous()
     weight = param.data.view(matrix_shape(param))
-    master = weight.to(torch.float32, copy=True)
+    master = weight if config.selected_masters == "stochastic" else weight.to(torch.float32, copy=True)
+    exp_avg, exp_avg_sq = (torch.zeros_like(weight, dtype=torch.float32) for _ in range(2))
     start = torch.zeros(1, dtype=torch.int32, device=param.device)
     return ParamRecord(
         param, newcomer.name, newcomer.group, index, "whole",
-        weight, master, torch.zeros_like(master), torch.zeros_like(master), start, version=param._version,
+        weight, master, exp_avg, exp_avg_sq, start, newcomer.number, version=param._version,
     )  # fmt: skip
 
 
@@ -331,11 +336,14 @@ def record_deferred(
     param.data = view_of_its_own(flat, param.shape)
     n = count_selected(config.topk_ratio, matrix.channels)
     compact = (matrix.rows, n) if matrix.channel_dim == "column" else (n, matrix.cols)
-    master, exp_avg, exp_avg_sq = (torch.zeros(compact, dtype=torch.float32, device=param.device) for _ in range(3))
+    masters = torch.bfloat16 if config.selected_masters == "stochastic" else torch.float32
+    master, exp_avg, exp_avg_sq = (
+        torch.zeros(compact, dtype=dtype, device=param.device) for dtype in (masters, torch.float32, torch.float32)
+    )
     return ParamRecord(
         param, newcomer.name, newcomer.group, index, matrix.channel_dim,
         flat.view(matrix.rows, matrix.cols), master, exp_avg, exp_avg_sq,
-        start=torch.zeros(n, dtype=torch.int32, device=param.device),
+        start=torch.zeros(n, dtype=torch.int32, device=param.device), stream=newcomer.number,
         slot=torch.full((matrix.channels,), -1, dtype=torch.int32, device=param.device),
         accumulator=None if storage.accumulator is None else storage.accumulator[first:last].view(matrix.rows, -1),
         storage=storage, matrix=matrix, owned=n == 0, untouched=True, version=param._version,

@@ -7,7 +7,7 @@ For every parameter whose `fold` is not FOLD_NONE, with `g = (f32(grad) * inv_sc
 
 and the accumulator of selected channels is 0; entries without an accumulator have nothing folded. With FOLD_NONE only
 `weight = round(p)` of the selected channels is written. `round` is to the nearest, ties to even, in the tensor's own
-dtype.
+dtype; but where masters are bf16, `p = weight = ` what `stochastic_rounding` gives p in its place in the matrix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, HYPER_WIDTH, adamw_, chunks
+from zenflow_kernels.stochastic_rounding import check_key, draws_at, round_at_reference, round_to_bf16, signed_words
 from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
 
 NONE, ADD = tl.constexpr(FOLD_NONE), tl.constexpr(FOLD_ADD)
@@ -76,13 +77,14 @@ def _fold_tile(
 @triton.jit
 def _write_share(
     fields_ptr, entry, state_0, position_0, dense_0, size, width,
-    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """weight = round(master) in one share of the compact state."""
     cols = tiles.field(fields_ptr, entry, tiles.COLS)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED) + state_0
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), MASTER_DTYPE, ALIGNED) + state_0
     for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
         dense, _, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
@@ -93,15 +95,16 @@ def _write_share(
 @triton.jit
 def _update_share(
     fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, width,
-    advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
-    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length, seed_low, seed_high, step,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """AdamW in one share of the compact state, in the written order of `numerics.adamw_`."""
     cols, group = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.GROUP)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
     weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), tl.float32, ALIGNED) + state_0
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), MASTER_DTYPE, ALIGNED) + state_0
     exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED) + state_0
     exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED) + state_0
     grad_ptr += dense_0
@@ -110,11 +113,12 @@ def _update_share(
     lr, eps, decay = tl.load(hyper_ptr + LR), tl.load(hyper_ptr + EPS), tl.load(hyper_ptr + DECAY)
     beta1, one_minus_beta1 = tl.load(hyper_ptr + BETA1), tl.load(hyper_ptr + ONE_MINUS_BETA1)
     beta2, one_minus_beta2 = tl.load(hyper_ptr + BETA2), tl.load(hyper_ptr + ONE_MINUS_BETA2)
+    stream = tiles.field(fields_ptr, entry, tiles.STREAM).to(tl.uint32).to(tl.int32, bitcast=True)
     for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
         dense, position, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
         g = _scale(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)  # [BLOCK]
-        p = tl.load(master_ptr + offs, mask=mask, other=0.0)
+        p = tl.load(master_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
         v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
         t = tl.minimum(tl.load(start_ptr + position, mask=mask, other=0) + advance, bias_length - 1)
@@ -126,16 +130,18 @@ def _update_share(
         p = p - step_size * tl.div_rn(m, tl.sqrt_rn(v) * denom_scale + eps)
         tl.store(exp_avg_ptr + offs, m, mask=mask)
         tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
+        if master_ptr.dtype.element_ty == tl.bfloat16:
+            p = round_to_bf16(p, draws_at(dense_0 + dense, seed_low, seed_high, step, stream))
         tl.store(master_ptr + offs, p, mask=mask)
         tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
 
 
-@triton.jit(do_not_specialize=["bias_length", "first"])
+@triton.jit(do_not_specialize=["bias_length", "first", "seed_low", "seed_high", "step"])
 def _step_kernel(
     fields_ptr, grad_ptrs, tile_entry_ptr,
     fold_ptr, advance_ptr, inv_scale_ptr, clip_ptr, hyper_ptr, bias_ptr,
-    bias_length, first,
-    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
+    bias_length, first, seed_low, seed_high, step,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
     FOLDS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -162,20 +168,21 @@ def _step_kernel(
         _update_share(
             fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
             tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
-            KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+            seed_low, seed_high, step,
+            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
         )  # fmt: skip
     else:
         _write_share(
             fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
-            KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_kernel(
     fields_ptr, tile_entry_ptr,
-    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr,
+    EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     entry = tl.load(tile_entry_ptr + tile)
@@ -186,26 +193,30 @@ def _write_kernel(
     STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
     _write_share(
         fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
-        KIND, WEIGHT_DTYPE, STATE_EVEN, BLOCK,
+        KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
     )  # fmt: skip
 
 
-def fused_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:
+def fused_step(
+    table: Table, control: StepControl, hyper: Tensor, bias: Tensor, *, seed: int = 0, step: int = 0
+) -> None:
     """Update the selected channels of every entry and fold the gradients of the others.
 
     `hyper` fp32 `[groups, 8]` in the order of `numerics.HYPER`; `bias` fp32 `[groups, length, 2]`, the table of
     `1 / (1 - beta1**t)` and `1 / sqrt(1 - beta2**t)` by t, whose last row stands for every larger t. The gradients are
-    those of the last `table.bind`, which are let go of, and the decision that of the last `close_step`.
+    those of the last `table.bind`, which are let go of, and the decision that of the last `close_step`. Masters in bf16
+    are rounded by the draws of `seed`, in [0, 2**64), `step`, in [0, 2**32), and their entry's stream.
     """
     _check_factors(table, hyper, bias)
+    check_key(seed=seed, step=step)
     if uses_triton(table.fields):
-        _launch_step(table, control, hyper, bias)
+        _launch_step(table, control, hyper, bias, seed, step)
     else:
-        fused_step_reference(table, control, hyper, bias)
+        fused_step_reference(table, control, hyper, bias, seed=seed, step=step)
     table.release()
 
 
-def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:
+def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor, seed: int, step: int) -> None:
     with on_device(table.fields):
         _find_channels(table)
         for launch in table.launches:
@@ -213,7 +224,7 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
             _step_kernel[(launch.tile_entry.numel(),)](
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
-                bias.shape[1], table.first,
+                bias.shape[1], table.first, *signed_words(seed), signed_words(step)[0],
                 ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds,
                 BLOCK_R=FOLD_BLOCK // launch.block_cols, BLOCK_C=launch.block_cols,
                 **_launch_options(table, launch, even),
@@ -247,6 +258,7 @@ def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
     return {
         "KIND": tiles.KINDS[launch.kind],
         "WEIGHT_DTYPE": triton_dtype(table.weight_dtype),
+        "MASTER_DTYPE": triton_dtype(table.master_dtype),
         "EVEN": even,
         "ROW_MULTIPLE": ALIGN_BYTES // table.weight_dtype.itemsize if even else 1,
         "TILE": table.step_tile,
@@ -266,7 +278,9 @@ def _check_factors(table: Table, hyper: Tensor, bias: Tensor) -> None:
             )
 
 
-def fused_step_reference(table: Table, control: StepControl, hyper: Tensor, bias: Tensor) -> None:
+def fused_step_reference(
+    table: Table, control: StepControl, hyper: Tensor, bias: Tensor, *, seed: int = 0, step: int = 0
+) -> None:
     """The same step by torch; reads `control` on the host, so it waits where that is on a GPU."""
     folds, advances = control.fold.tolist(), control.advance.tolist()
     inv_scale, clip, factors = control.inv_scale.item(), control.clip.item(), hyper.tolist()
@@ -280,8 +294,9 @@ def fused_step_reference(table: Table, control: StepControl, hyper: Tensor, bias
         assert grad is not None, f"entry {number} folds without a gradient"
         t = (entry.start[: channel.numel()].long() + advance).clamp(max=bias.shape[1] - 1)
         step_entry_reference(
-            entry, channel, grad, (inv_scale, clip), factors[entry.group], bias[entry.group][t], add=fold == FOLD_ADD
-        )
+            entry, channel, grad, (inv_scale, clip), factors[entry.group], bias[entry.group][t], add=fold == FOLD_ADD,
+            seed=seed, step=step,
+        )  # fmt: skip
 
 
 def step_entry_reference(
@@ -293,16 +308,21 @@ def step_entry_reference(
     bias: Tensor,
     *,
     add: bool,
+    **key: int,
 ) -> None:
     """One entry's step by torch, its decision known on the host.
 
     `channel` int64 `[n]` is the channel at each position of the compact state (`[1]` for a whole parameter, `[0]`
     before the first selection), `grad` `[rows, cols]`, `scales` the inverse loss scale and the clip factor, `factors`
     the group's row of the hyperparameter table, `bias` fp32 `[n, 2]` the two corrections of each channel. `add`: the
-    accumulator is added to, else overwritten.
+    accumulator is added to, else overwritten. `key`: `seed` and `step`, where its master is bf16.
     """
     if channel.numel():
-        _update(entry, channel, grad, scales, factors, bias)
+        master = entry.master.float()  # itself if it is fp32
+        _update(entry, master, channel, grad, scales, factors, bias)
+        if entry.master.dtype == torch.bfloat16:
+            places = _places(entry, channel)
+            entry.master.copy_(round_at_reference(master, places, stream=entry.stream, **key))
     if entry.accumulator is not None:
         _fold(entry.accumulator, grad, scales, add=add)
         entry.accumulator.index_fill_(entry.axis, channel, 0)
@@ -326,6 +346,14 @@ def _channels(entry: Entry) -> Tensor:
     return channel
 
 
+def _places(entry: Entry, channel: Tensor) -> Tensor:
+    """int64 of the compact state's shape: the number of each of its elements in the weight."""
+    rows, cols = entry.shape
+    r, c = (torch.arange(size, device=channel.device) for size in (rows, cols))
+    r, c = (channel if entry.kind == "row" else r), (channel if entry.kind == "column" else c)
+    return r[:, None] * cols + c[None, :]
+
+
 def _scaled(grad: Tensor, scales: tuple[float, float]) -> Tensor:
     """fp32 `(grad * inv_scale) * clip`; a factor of 1 changes no bit and is left out."""
     scaled = grad.float()
@@ -336,14 +364,15 @@ def _scaled(grad: Tensor, scales: tuple[float, float]) -> Tensor:
 
 
 def _update(
-    entry: Entry, channel: Tensor, grad: Tensor, scales: tuple[float, float], factors: list[float], bias: Tensor
-) -> None:
+    entry: Entry, master: Tensor, channel: Tensor, grad: Tensor,
+    scales: tuple[float, float], factors: list[float], bias: Tensor,
+) -> None:  # fmt: skip
     chosen = grad if entry.kind == "whole" else grad.index_select(entry.axis, channel)
     hyper = dict(zip(HYPER, factors[: len(HYPER)], strict=True))
     lr = hyper.pop("lr")
     shape = {"column": (1, -1), "row": (-1, 1), "whole": (1, 1)}[entry.kind]
     first, second = bias[:, 0].view(shape), bias[:, 1].view(shape)
-    state = (entry.master, entry.exp_avg, entry.exp_avg_sq, _scaled(chosen, scales))
+    state = (master, entry.exp_avg, entry.exp_avg_sq, _scaled(chosen, scales))
     adamw_(*state, step_size=first * lr, denom_scale=second, **hyper)
 
 

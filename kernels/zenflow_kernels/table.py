@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels.dispatch import FLOAT_DTYPES
+from zenflow_kernels.stochastic_rounding import check_key
 from zenflow_kernels.tiles import KINDS
 
 STEP_TILE = 32768  # elements: its gradient and weights stay in L1 and L2 between the fold and the update
@@ -30,18 +31,21 @@ WIDEST_BLOCK = 512  # columns of the blocks a tile is walked in
 class Entry:
     """One parameter matrix and its state on the device; all addresses are fixed, the contents change in place.
 
-    Until the first selection `slot` is -1 throughout, and the compact state is neither read nor written.
+    Until the first selection `slot` is -1 throughout, and the compact state is neither read nor written. A master in
+    bf16, for bf16 weights alone, holds the selected weights themselves, rounded stochastically at each update; of a
+    whole parameter it may be the weight.
     """
 
     weight: Tensor  # [rows, cols] contiguous view of the parameter
     kind: str  # "column" | "row" | "whole"
     group: int  # row of the hyperparameter and bias tables
-    master: Tensor  # fp32: column [rows, n], row [n, cols], whole [rows, cols]
+    master: Tensor  # fp32, or bf16 (below): column [rows, n], row [n, cols], whole [rows, cols]
     exp_avg: Tensor
     exp_avg_sq: Tensor
     start: Tensor  # int32 [n] (whole: [1]): t of each selected channel when its advance count was 0
     slot: Tensor | None  # int32 [channels]: position in the compact state, each once, -1 = deferred; None for whole
     accumulator: Tensor | None  # [rows, cols] fp32 or bf16; None for whole, and where others take the gradient
+    stream: int = 0  # of the draws that round a bf16 master, see `stochastic_rounding`; no two parameters' alike
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +88,8 @@ class Launch:
 
 
 class Table:
-    """Entries that share device, weight dtype and accumulator dtype, numbered from `first` in `StepControl`'s arrays.
+    """Entries that share device and dtypes of weights, masters and accumulators, numbered from `first` in
+    `StepControl`'s arrays.
 
     Raises ValueError naming the entry and the tensor where a shape, dtype, device or layout is not what `Entry` says.
     """
@@ -96,6 +101,7 @@ class Table:
         _check_entries(self.entries)
         self.device = self.entries[0].weight.device if self.entries else torch.device("cpu")
         self.weight_dtype = self.entries[0].weight.dtype if self.entries else torch.float32
+        self.master_dtype = self.entries[0].master.dtype if self.entries else torch.float32
         deferred = [entry.accumulator for entry in self.entries if entry.accumulator is not None]
         self.accumulator_dtype = deferred[0].dtype if deferred else torch.float32
         self.grads: list[Tensor | None] = [None] * len(self.entries)
@@ -189,7 +195,7 @@ class Table:
             values += [self.channel.data_ptr() + 4 * channel[number]]
             values += [0 if entry.accumulator is None else entry.accumulator.data_ptr()]
             values += [*entry.extent, entry.selected, entry.group, tile_rows, parts, entry.channels]
-            values += [step_tile[number], norm_tile[number], channel_tile[number]]
+            values += [step_tile[number], norm_tile[number], channel_tile[number], entry.stream]
         return values
 
 
@@ -239,9 +245,11 @@ def _check_entries(entries: Sequence[Entry]) -> None:
             raise ValueError(f"entry {number}: a whole parameter has no accumulator")
         if entry.kind == "whole" and entry.selected != 1:
             raise ValueError(f"entry {number}: a whole parameter has one start, got {entry.selected}")
+        check_key(stream=entry.stream)
         compact = entry.compact_shape()
+        bf16 = entry.weight.dtype == torch.bfloat16
         expected = {
-            "master": (compact, (torch.float32,)),
+            "master": (compact, (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)),
             "exp_avg": (compact, (torch.float32,)),
             "exp_avg_sq": (compact, (torch.float32,)),
             "start": ((entry.selected,), (torch.int32,)),
@@ -251,9 +259,11 @@ def _check_entries(entries: Sequence[Entry]) -> None:
         }
         for name, (shape, dtypes) in expected.items():
             _check_tensor(f"entry {number}: {name}", getattr(entry, name), shape, dtypes, entries[0].weight.device)
-    accumulators = {entry.accumulator.dtype for entry in entries if entry.accumulator is not None}
-    if len(accumulators) > 1:
-        raise ValueError(f"the entries of a table share one accumulator dtype, got {accumulators}")
+    for name in ("master", "accumulator"):
+        tensors = [getattr(entry, name) for entry in entries]
+        dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+        if len(dtypes) > 1:
+            raise ValueError(f"the entries of a table share one {name} dtype, got {dtypes}")
 
 
 def _check_tensor(

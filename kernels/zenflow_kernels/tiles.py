@@ -11,12 +11,12 @@ from zenflow_kernels.dispatch import tl, triton
 KINDS = {"column": 0, "row": 1, "whole": 2}
 
 # Columns of the table on the device, one int64 each; addresses first.
-N_FIELDS = tl.constexpr(18)
+N_FIELDS = tl.constexpr(19)
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = (tl.constexpr(column) for column in range(4))
 START, SLOT, CHANNEL, ACCUMULATOR = (tl.constexpr(column) for column in range(4, 8))
 ROWS, COLS, SELECTED, GROUP = (tl.constexpr(column) for column in range(8, 12))
 TILE_ROWS, PARTS, CHANNELS = (tl.constexpr(column) for column in range(12, 15))
-STEP_TILE_0, NORM_TILE_0, CHANNEL_TILE_0 = (tl.constexpr(column) for column in range(15, 18))
+STEP_TILE_0, NORM_TILE_0, CHANNEL_TILE_0, STREAM = (tl.constexpr(column) for column in range(15, 19))
 
 COLUMN, ROW, WHOLE = (tl.constexpr(kind) for kind in KINDS.values())
 

@@ -1,8 +1,9 @@
 """ZenFlow in plain torch on the CPU, one process, one step at a time: slow, obvious, and exact.
 
-Nothing is shared with the engine but the table of bias corrections. `Reference` is AdamW with fp32 masters in the
-written order of operations; `Simulation` adds owners, windows, cohorts, delay, selection, warm-up and skips. Both are
-fed gradients and keep, for every channel, its owner, its step count t, its master and its two moments.
+Nothing is shared with the engine but the table of bias corrections and stochastic rounding. `Reference` is AdamW with
+fp32 masters in the written order of operations; `Simulation` adds owners, windows, cohorts, delay, selection, warm-up
+and skips. Both are fed gradients and keep, for every channel, its owner, its step count t, its master and its two
+moments.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zenflow_kernels.stochastic_rounding import round_stochastically_reference
 
 from zenflow.bias import bias_table
 
@@ -33,6 +35,8 @@ DEFAULTS = {
     "deferred_lr_scale": "linear",
     "accumulate_on": "gpu",
     "on_reselect": "migrate",
+    "selected_masters": "float32",
+    "rounding_seed": 0,
     "min_deferred_numel": 0,
     "ring_dtype": "auto",
     "max_grad_norm": None,
@@ -160,10 +164,11 @@ class Simulation:
         self.skipped += not finite
         if finite:
             self._select([None if state.owned else grad for state, grad in zip(self.states, flat, strict=True)])
-        for state, group, grad in zip(self.states, self.groups, flat, strict=True):
+        for number, (state, group, grad) in enumerate(zip(self.states, self.groups, flat, strict=True)):
             if finite and grad is not None:
                 scaled = (grad.float() * inverse) * clip
                 state.update(state.selected, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
+                self._round(state, number)
                 self._fold(state, scaled, group)
             state.show_masters(state.selected)
         self.due |= self._falls_due(self.steps)
@@ -182,6 +187,13 @@ class Simulation:
         if selecting:
             self._select(flat)
             self.due = False
+
+    def _round(self, state: State, stream: int) -> None:
+        """Of the channels that have no fp32 master, as if the whole matrix were rounded."""
+        if self.settings["selected_masters"] == "stochastic":
+            key = {"seed": self.settings["rounding_seed"], "step": self.steps, "stream": stream}
+            rounded = round_stochastically_reference(state.master, **key).float()
+            state.master = torch.where(state.per_channel(state.selected), rounded, state.master)
 
     def flush(self) -> None:
         self.position = 0
@@ -298,6 +310,9 @@ class Simulation:
                 state.exp_avg = state.exp_avg.masked_fill(changed, 0.0)
                 state.exp_avg_sq = state.exp_avg_sq.masked_fill(changed, 0.0)
                 state.step[chosen != state.selected] = 0
+            if self.settings["selected_masters"] == "stochastic":
+                entering = state.per_channel(chosen & ~state.selected)
+                state.master = torch.where(entering, state.master.to(state.visible.dtype).float(), state.master)
             state.selected, state.owned = chosen, True
 
     def _most_important(self, state: State, grad: Tensor) -> Tensor:

@@ -79,6 +79,25 @@ SCENARIOS = {
     "upload-in-step": scenario(upload="step", select_interval=8),
     "unchecked-uploads": scenario(upload_check=False, backward_passes_per_step=1, bucket_bytes=64),
 }
+STOCHASTIC = {"selected_masters": "stochastic", "rounding_seed": 2**63 + 11}
+SCENARIOS |= {
+    "stochastic": scenario(**STOCHASTIC, select_interval=8),
+    "stochastic-k=1": scenario(**STOCHASTIC, topk_ratio=1),
+    "stochastic-k=0": scenario(**STOCHASTIC, topk_ratio=0),
+    "stochastic-rows-clip": scenario(**STOCHASTIC, channel_dim="row", max_grad_norm=0.5, select_interval=6),
+    "stochastic-reset": scenario(**STOCHASTIC, on_reselect="reset", select_interval=4, overlap_step=False),
+    "stochastic-staggered": scenario(**STOCHASTIC, stagger=True, select_interval=7, bucket_bytes=64),
+    "stochastic-eventful": scenario(eventful=True, **STOCHASTIC, select_interval=8, max_grad_norm=1.0),
+    "stochastic-eventful-warm-up": scenario(
+        eventful=True, **STOCHASTIC, full_warm_up_rounds=5, update_interval=3, select_interval=9
+    ),
+    "stochastic-host": scenario(accumulate_on="host", **STOCHASTIC, select_interval=8, max_grad_norm=0.5),
+    "stochastic-replay-eventful": scenario(eventful=True, **REPLAY, **STOCHASTIC, select_interval=8, max_grad_norm=1.0),
+    "stochastic-upload-in-step": scenario(**STOCHASTIC, upload="step", select_interval=8),
+    "stochastic-more-than-a-tile": Scenario(
+        {"lr": 0.02, "topk_ratio": 0.1, "select_interval": 8, **STOCHASTIC}, shapes=[(150, 120), (9000,), (3, 5000)]
+    ),
+}
 EVERYONE = {*range(len(SHAPES))}
 ABSENT = {2: {1, 2}, 3: {0, 1}, 5: {1}, 7: EVERYONE, **dict.fromkeys((17, 18, 19, 20), {0, 4}), 23: {3, 5}, 24: {3}}
 NON_FINITE = {1: (0, "inf"), 4: (2, "nan"), 6: (1, "-inf"), 8: (3, "nan"), 16: (0, "inf"), 26: (4, "inf")}

@@ -60,6 +60,7 @@ class Spec:
     group: int = 0
     shift: int = 0  # elements by which weight, gradient and accumulator miss their alignment
     folds: bool = True  # has an accumulator (unless whole)
+    stochastic: bool = False  # its master is the weight in bf16, compact; of a whole parameter the weight itself
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.rows}x{self.cols}-n{self.selected}"
@@ -81,16 +82,19 @@ def make_entry(spec: Spec, dtype: torch.dtype, acc_dtype: torch.dtype, pad: Padd
     compact = {"column": (spec.rows, n), "row": (n, spec.cols), "whole": shape}[spec.kind]
     slot = torch.full((channels,), -1, dtype=torch.int32)
     slot[torch.randperm(channels, generator=gen)[:n]] = torch.arange(n, dtype=torch.int32)
+    weight = pad.hold(values(shape, gen).to(dtype), spec.shift)
+    master = values(compact, gen).to(torch.bfloat16 if spec.stochastic else torch.float32)
     return Entry(
-        weight=pad.hold(values(shape, gen).to(dtype), spec.shift),
+        weight=weight,
         kind=spec.kind,
         group=spec.group,
-        master=pad.hold(values(compact, gen)),
+        master=weight if whole and spec.stochastic else pad.hold(master),
         exp_avg=pad.hold(values(compact, gen)),
         exp_avg_sq=pad.hold(values(compact, gen).square()),
         start=pad.hold(torch.randint(0, 400, (n,), generator=gen, dtype=torch.int32)),
         slot=None if whole else pad.hold(slot),
         accumulator=None if whole or not spec.folds else pad.hold(values(shape, gen).to(acc_dtype), spec.shift),
+        stream=int(torch.randint(0, 2**32, (1,), generator=gen)) if spec.stochastic else 0,
     )
 
 
@@ -120,7 +124,10 @@ class World:
         entries = []
         for entry in self.table.entries:
             fields = {name: value for name, value in vars(entry).items() if isinstance(value, Tensor)}
-            entries.append(replace(entry, **{name: pad.hold(value.cpu()) for name, value in fields.items()}))
+            held = {name: pad.hold(value.cpu()) for name, value in fields.items()}
+            if entry.master is entry.weight:
+                held["master"] = held["weight"]
+            entries.append(replace(entry, **held))
         control = StepControl(**{name: tensor.cpu().clone() for name, tensor in vars(self.control).items()})
         table = Table(entries, self.table.first, step_tile=self.table.step_tile, norm_tile=self.table.norm_tile)
         table.bind([None if grad is None else grad.cpu() for grad in self.table.grads])
