@@ -202,6 +202,8 @@ def draw_script(draw: random.Random, n_steps: int) -> Script:
         shapes, dtypes, _draw_settings(draw), [(members, _draw_group(draw)) for members in groups],
         frozen=choose([[], [], [1]]), steps=[],
     )  # fmt: skip
+    if set(dtypes) == {torch.bfloat16}:
+        script.settings["selected_masters"] = choose(["float32", "stochastic"])
     for number, grads in enumerate(make_gradients(shapes, steps=n_steps, seed=draw.randint(0, 9))):
         step = Step([_draw_gradient(draw, index, grad.to(dtypes[index])) for index, grad in enumerate(grads)])
         if draw.random() < 0.15:

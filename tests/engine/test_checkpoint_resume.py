@@ -29,6 +29,7 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "replay-bf16": (torch.bfloat16, {"accumulate_on": "host", "deferred_rule": "replay"}),
     "staleness-0-fp32": (torch.float32, {"overlap_step": False, "bucket_bytes": 64}),
     "half-delay-bf16": (torch.bfloat16, {"visible_after": 1}),
+    "stochastic-bf16": (torch.bfloat16, {"selected_masters": "stochastic", "rounding_seed": 7}),
     "staggered-bf16": (torch.bfloat16, {"stagger": True}),
     "staggered-host-fp32": (torch.float32, {"stagger": True, "accumulate_on": "host", "visible_after": 3}),
 }

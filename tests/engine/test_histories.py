@@ -34,6 +34,8 @@ class History:
         if self.settings["overlap_step"] and (stagger or seed % 4 == 3):
             self.settings["visible_after"] = draw.choice(["auto", 1, longest, -(-longest // 2)])
         self.settings["stagger"] = stagger
+        if set(self.dtypes) == {torch.bfloat16}:
+            self.settings["selected_masters"] = draw.choice(["stochastic", "float32"])
         everyone = [
             make_parameters([shape], dtype, device, seed=index)[0]
             for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))

@@ -83,7 +83,6 @@ STOCHASTIC = {"selected_masters": "stochastic", "rounding_seed": 2**63 + 11}
 SCENARIOS |= {
     "stochastic": scenario(**STOCHASTIC, select_interval=8),
     "stochastic-k=1": scenario(**STOCHASTIC, topk_ratio=1),
-    "stochastic-k=0": scenario(**STOCHASTIC, topk_ratio=0),
     "stochastic-rows-clip": scenario(**STOCHASTIC, channel_dim="row", max_grad_norm=0.5, select_interval=6),
     "stochastic-reset": scenario(**STOCHASTIC, on_reselect="reset", select_interval=4, overlap_step=False),
     "stochastic-staggered": scenario(**STOCHASTIC, stagger=True, select_interval=7, bucket_bytes=64),
@@ -93,7 +92,6 @@ SCENARIOS |= {
     ),
     "stochastic-host": scenario(accumulate_on="host", **STOCHASTIC, select_interval=8, max_grad_norm=0.5),
     "stochastic-replay-eventful": scenario(eventful=True, **REPLAY, **STOCHASTIC, select_interval=8, max_grad_norm=1.0),
-    "stochastic-upload-in-step": scenario(**STOCHASTIC, upload="step", select_interval=8),
     "stochastic-more-than-a-tile": Scenario(
         {"lr": 0.02, "topk_ratio": 0.1, "select_interval": 8, **STOCHASTIC}, shapes=[(150, 120), (9000,), (3, 5000)]
     ),

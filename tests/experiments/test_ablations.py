@@ -89,11 +89,13 @@ def test_an_ablation_runs_by_one_command_and_is_told_apart_in_a_report(command):
     outcome = command("experiment=ablation_masters", *BRIEF, "seed=0,1")
     assert outcome.code == 0, outcome.err
     (study,) = studies([read(folder) for folder in find([outcome.folder])], [], {})
-    assert [setting.name for setting in study.settings] == ["adamw", "adamw_bf16", "zero_offload", "zenflow"]
-    assert [setting.seeds for setting in study.settings] == [[0, 1]] * 4
+    with_masters = ["zero_offload, selected_masters float32", "zenflow, selected_masters float32"]
+    expected = ["adamw", "adamw_bf16", *with_masters, "zenflow, selected_masters stochastic"]
+    assert [setting.name for setting in study.settings] == expected
+    assert [setting.seeds for setting in study.settings] == [[0, 1]] * 5
     assert study.baseline.name == "adamw"
     losses = {setting.name: setting.mean("final_loss") for setting in study.settings}
-    assert losses["adamw_bf16"] != losses["adamw"] != losses["zenflow"]
+    assert losses["adamw_bf16"] != losses["adamw"] and len(set(losses.values())) == 5
     assert "adamw without masters" in outcome.out
 
 
@@ -122,6 +124,7 @@ def test_a_variant_that_does_not_fit_fails_alone_and_says_why(command):
         ("variant=engine", ["variant is 'engine'"]),
         ("variant='engine=adamx'", ["variant is 'engine=adamx'", "adamx", "zero_offload"]),
         ("engine=adamw_bf16", ["engine.masters is false", "float32", "model.dtype=bfloat16"]),
+        ("engine.selected_masters=stochastic", ["selected_masters is stochastic", "float32", "model.dtype=bfloat16"]),
     ],
 )
 def test_a_bad_variant_or_engine_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):

@@ -223,6 +223,10 @@ def check_masters(engine: EngineConfig, dtype: str) -> None:
     """Errors: InputError for an engine without masters on weights of this dtype, which have none to do without."""
     if isinstance(engine, AdamWEngine) and not engine.masters and dtype == "float32":
         raise InputError("engine.masters is false, but the weights are float32; give model.dtype=bfloat16 with it.")
+    if isinstance(engine, ZenFlowEngine) and engine.selected_masters.name == "stochastic" and dtype != "bfloat16":
+        raise InputError(
+            f"engine.selected_masters is stochastic, but the weights are {dtype}; give model.dtype=bfloat16."
+        )
 
 
 def build_engine(

@@ -28,6 +28,7 @@ DeferredRule = Enum("DeferredRule", ["accumulate", "replay"])
 AccumulateOn = Enum("AccumulateOn", ["gpu", "host"])
 Upload = Enum("Upload", ["backward", "step"])
 OnReselect = Enum("OnReselect", ["migrate", "reset"])
+SelectedMasters = Enum("SelectedMasters", ["float32", "stochastic"])
 RingDtype = Enum("RingDtype", ["auto", "float32", "bfloat16"])
 
 
@@ -61,6 +62,8 @@ class ZenFlowEngine(EngineConfig):
     deferred_rule: DeferredRule = DeferredRule.accumulate
     deferred_lr_scale: int | float | str = "linear"
     on_reselect: OnReselect = OnReselect.migrate
+    selected_masters: SelectedMasters = SelectedMasters.float32
+    rounding_seed: int = 0
     min_deferred_numel: int = 4096
     accumulate_on: AccumulateOn = AccumulateOn.gpu
     ring_dtype: RingDtype = RingDtype.auto
