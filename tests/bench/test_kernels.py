@@ -264,6 +264,7 @@ def test_what_a_step_moves_by_hand():
     assert step_moved(columns, fold=FOLD_OVERWRITE).must == 4_000_000 + state
     assert step_moved(columns, fold=FOLD_ADD).must == 6_000_000 + state
     assert step_moved(columns, fold=None).must == 200_000 + state
+    assert OPS["fused_step_stochastic"].moved(columns).must == 6_000_000 + state - 400_000
     rows = replace(columns, layout="rows")
     assert step_moved(rows, fold=FOLD_ADD).must == 4_000_000 + 1_800_000 + state == step_moved(rows, fold=FOLD_ADD).bus
     whole = replace(columns, layout="whole", dtype=torch.float32)

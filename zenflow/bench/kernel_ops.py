@@ -7,7 +7,7 @@ the tests compare it with, and the well-known kernel for the same job where that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from zenflow.bias import bias_table
 LR, BETA1, BETA2, EPS, DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.01
 SCALES = (1.0, 0.5)  # inverse loss scale, clip factor
 STATE = 24  # bytes: fp32 master and two moments, read and written
+STOCHASTIC_STATE = 20  # the same with a master in bf16
+DRAWS = {"seed": 1, "step": 2}  # what a step that rounds stochastically is given
 ADVANCE = 1
 
 
@@ -69,9 +71,9 @@ class Op:
 CHANNELS = ("columns", "rows")
 
 
-def step_moved(problem: Problem, *, fold: int | None) -> Moved:
+def step_moved(problem: Problem, *, fold: int | None, state_bytes: int = STATE) -> Moved:
     """Bytes of `fused_step`: selected state and weights, and the fold of the rest (None: no accumulator)."""
-    state = exactly(STATE * problem.selected) + problem.write_scattered()
+    state = exactly(state_bytes * problem.selected) + problem.write_scattered()
     if fold is None:
         return state + problem.read_scattered()
     moved = state + exactly(2 * problem.item * problem.numel)
@@ -146,8 +148,8 @@ def entry_state(entry: Entry) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def _step_work(problem: Problem, *, fold: int, folds: bool = True) -> Work:
-    entry, grad = problem.entry(folds=folds), problem.gradient()
+def _step_work(problem: Problem, *, fold: int, folds: bool = True, stochastic: bool = False) -> Work:
+    entry, grad = problem.entry(folds=folds, stochastic=stochastic), problem.gradient()
     table, given = make_table([entry]), decided(1, fold, problem.device)
     channel = torch.zeros(1, dtype=torch.int64) if problem.layout == "whole" else problem.index()
     channel = channel.to(problem.device)
@@ -156,10 +158,10 @@ def _step_work(problem: Problem, *, fold: int, folds: bool = True) -> Work:
 
     def ours() -> None:
         table.bind([grad])
-        fused_step(table, given.control, given.hyper, given.bias)
+        fused_step(table, given.control, given.hyper, given.bias, **DRAWS)
 
     def reference() -> None:
-        step_entry_reference(entry, channel, grad, SCALES, factors, bias, add=fold == FOLD_ADD)
+        step_entry_reference(entry, channel, grad, SCALES, factors, bias, add=fold == FOLD_ADD, **DRAWS)
 
     known = Call(_fused_adamw(entry, grad)) if problem.layout == "whole" else None
     return Work(Call(ours), Call(reference), known, entry_state(entry))
@@ -286,6 +288,13 @@ OPS = {
     ),
     "fused_step_whole": Op(
         ("whole",), _whole_moved, lambda p: _step_work(p, fold=FOLD_ADD), "torch fused AdamW on fp32 masters"
+    ),
+    "fused_step_stochastic": Op(
+        CHANNELS,
+        lambda p: step_moved(p, fold=FOLD_ADD, state_bytes=STOCHASTIC_STATE),
+        lambda p: _step_work(replace(p, dtype=torch.bfloat16), fold=FOLD_ADD, stochastic=True),
+        dtypes=(torch.bfloat16,),
+        compiles=False,
     ),
     "write_masters": Op(CHANNELS, _masters_moved, _masters_work, "torch.index_copy_"),
     "channel_scores": Op(CHANNELS, _scores_moved, _scores_work, "torch.linalg.vector_norm"),

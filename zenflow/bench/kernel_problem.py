@@ -119,8 +119,8 @@ class Problem:
     def gradient(self) -> Tensor:
         return self.normal(self.rows, self.cols, seed=1)
 
-    def entry(self, *, folds: bool) -> Entry:
-        """The matrix with its state; with an accumulator if it `folds`."""
+    def entry(self, *, folds: bool, stochastic: bool = False) -> Entry:
+        """The matrix with its state; with an accumulator if it `folds`. `stochastic`: in bf16, without fp32 masters."""
         rows, cols, n = self.rows, self.cols, self.n
         compact = {"columns": (rows, n), "rows": (n, cols), "whole": (rows, cols)}[self.layout]
         slot = None
@@ -128,7 +128,10 @@ class Problem:
             slot = torch.full((self.channels,), -1, dtype=torch.int32)
             slot[self.index()] = torch.arange(n, dtype=torch.int32)
             slot = slot.to(self.device)
-        master, exp_avg, exp_avg_sq = (self.normal(*compact, seed=seed, dtype=torch.float32) for seed in (2, 3, 4))
+        dtypes = (torch.bfloat16 if stochastic else torch.float32, torch.float32, torch.float32)
+        master, exp_avg, exp_avg_sq = (
+            self.normal(*compact, seed=seed, dtype=dtype) for seed, dtype in enumerate(dtypes, start=2)
+        )
         return Entry(
             weight=self.normal(rows, cols, seed=5),
             kind=self.kind,

@@ -53,6 +53,7 @@ KNOBS = {
     "fused_step": _STEP,
     "fused_step_first": _STEP,
     "fused_step_alone": _STEP,
+    "fused_step_stochastic": _STEP,
     "fused_step_whole": (_STEP[0], *_STEP[2:]),
     "write_masters": (_STEP[0], *_STEP[2:]),
     "channel_scores": (
