@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zenflow import safetensors_file
 from zenflow.disk import check_room, opened, room_for, sync
+from zenflow.folder_lock import lock
 from zenflow.state_tree import flatten, restore
 
 FORMAT = "zenflow-checkpoint"
@@ -81,6 +82,7 @@ def save(
         FileExistsError: there is something at `folder`, which stays what it is.
         ValueError: the state holds what cannot be kept, by its path; nothing has been written.
         DiskFullError: an OSError that says how many bytes are needed and available; nothing is left.
+        FolderBusyError: an OSError that names the process which makes a checkpoint beside this one and does not end.
     """
     folder = Path(folder)
     if os.path.lexists(folder):
@@ -204,11 +206,11 @@ def _scratch(parent: Path) -> Iterator[Path]:
     scratch = parent / f".{secrets.token_hex(8)}{LEFTOVER}"
     with ExitStack() as held:
         with opened(parent) as descriptor:
-            _lock(descriptor)  # nobody takes a folder that is not locked yet for that of a dead process
+            lock(descriptor, parent)  # nobody takes a folder that is not locked yet for that of a dead process
             _remove_leftovers(parent)
             scratch.mkdir()
             held.callback(shutil.rmtree, scratch, ignore_errors=True)
-            _lock(held.enter_context(opened(scratch)))
+            lock(held.enter_context(opened(scratch)), scratch)
         yield scratch
 
 
@@ -217,11 +219,6 @@ def _remove_leftovers(parent: Path) -> None:
         with suppress(OSError), opened(path) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process that made it lives
             shutil.rmtree(path)
-
-
-def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # where a file system knows no locks, leftovers stay
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _write(path: Path, content: bytes) -> None:
