@@ -2,7 +2,8 @@
 
 `load()` builds the C files in native_src with the system's C compiler into a per-user cache and binds them with ctypes.
 Without a compiler, or with ZENFLOW_NATIVE=0, it returns None: torch and NumPy give the same bits, several times
-slower. The orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError.
+slower. The orderings are then plain accesses, enough on x86-64 only: elsewhere `load()` raises RuntimeError. Only a
+library is kept for good: what was missing once (descriptors, memory, room on the disk) may be there at the next call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -71,22 +71,43 @@ class Native:
         self.run_pass.restype = self.triad.restype = self.store_release.restype = None
 
 
-@lru_cache(maxsize=1)
+class _Kept:
+    """What `load` gave last, whether it was called, and the failures that it has told of."""
+
+    library: Native | None = None
+    called = False
+    told: set[str] = set()
+
+
 def load() -> Native | None:
-    """The compiled pass, or None where it is switched off or cannot be built; says so once.
+    """The compiled pass, or None where it is switched off or cannot be built now; says why once.
 
     RuntimeError instead of None on processors that do not order plain accesses.
     """
+    if _Kept.library is None:
+        _Kept.library = _load()
+        _Kept.called = True
+    return _Kept.library
+
+
+def _load() -> Native | None:
     if os.environ.get("ZENFLOW_NATIVE", "1") == "0":
         _require_ordered_accesses("ZENFLOW_NATIVE=0 switches its compiled pass off")
         return None
     try:
         return Native(build())
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
+        detail = str(getattr(error, "stderr", None) or error)
         _require_ordered_accesses(f"its compiled pass cannot be built: {detail}")
-        log.warning("the CPU optimizer runs without its compiled pass, several times slower: %s", detail)
+        if detail not in _Kept.told:
+            _Kept.told.add(detail)
+            log.warning("the CPU optimizer runs without its compiled pass, several times slower: %s", detail)
         return None
+
+
+def _current() -> Native | None:
+    """As `load`, but without a second try: for what is called at every slot."""
+    return _Kept.library if _Kept.called else load()
 
 
 def load_acquire(address: int) -> int:
@@ -94,13 +115,13 @@ def load_acquire(address: int) -> int:
 
     Without the compiled pass it is a plain read, which x86-64 orders; `load` refuses other processors.
     """
-    library = load()
+    library = _current()
     return ctypes.c_uint64.from_address(address).value if library is None else library.load_acquire(address)
 
 
 def store_release(address: int, value: int) -> None:
     """Write the u64 at `address` after all that was written before; see `load_acquire` about the plain write."""
-    library = load()
+    library = _current()
     if library is None:
         ctypes.c_uint64.from_address(address).value = value
     else:

@@ -5,50 +5,60 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.shortages import descriptors_left
 from zenflow import native
-from zenflow.bench import bandwidth
+from zenflow.bench import bandwidth, own_pass
 
 
-def test_switched_off(monkeypatch):
-    native.load.cache_clear()
-    monkeypatch.setenv("ZENFLOW_NATIVE", "0")
-    try:
-        assert native.load() is None
-        word = np.array([5], dtype=np.uint64)
-        native.store_release(word.ctypes.data, 1 << 63)
-        assert native.load_acquire(word.ctypes.data) == int(word[0]) == 1 << 63
-    finally:
-        native.load.cache_clear()
-
-
-def test_without_a_compiler_it_says_so_once(monkeypatch, caplog, tmp_path):
-    native.load.cache_clear()
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A process that has not loaded anything yet, with a cache of its own."""
+    for name, value in (("library", None), ("called", False), ("told", set())):
+        monkeypatch.setattr(native._Kept, name, value)
     monkeypatch.setenv("ZENFLOW_NATIVE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    try:
-        with caplog.at_level("WARNING", logger="zenflow"):
-            assert native.load() is None
-            assert native.load() is None
-        assert [record.message for record in caplog.records if "no C compiler" in record.message] == [
-            caplog.records[0].message
-        ]
-    finally:
-        native.load.cache_clear()
+
+
+def test_switched_off(fresh, monkeypatch):
+    monkeypatch.setenv("ZENFLOW_NATIVE", "0")
+    assert native.load() is None
+    word = np.array([5], dtype=np.uint64)
+    native.store_release(word.ctypes.data, 1 << 63)
+    assert native.load_acquire(word.ctypes.data) == int(word[0]) == 1 << 63
+
+
+def test_without_a_compiler_it_says_so_once(fresh, no_compiler, caplog):
+    with caplog.at_level("WARNING", logger="zenflow"):
+        assert native.load() is None
+        assert native.load() is None
+    (told,) = [record.message for record in caplog.records]
+    assert "no C compiler" in told
+
+
+@pytest.mark.parametrize("left", [0, 1, 4])
+def test_a_shortage_does_not_last_longer_than_it_is_there(library, fresh, left, caplog):
+    """Without descriptors nothing can be built or opened; afterwards it can."""
+    word = np.array([5], dtype=np.uint64)
+    with descriptors_left(left):
+        assert native.load() is None
+        assert native.load_acquire(word.ctypes.data) == 5
+    assert "Too many open files" in caplog.text
+    assert native.load() is native.load() is not None
+    assert native.load_acquire(word.ctypes.data) == 5
 
 
 @pytest.mark.parametrize("missing", ["switched-off", "compiler"])
-def test_processors_that_do_not_order_plain_accesses_need_the_compiled_pass(monkeypatch, missing, tmp_path):
-    native.load.cache_clear()
+def test_processors_that_do_not_order_plain_accesses_need_the_compiled_pass(fresh, no_compiler, monkeypatch, missing):
     monkeypatch.setattr(native.platform, "machine", lambda: "aarch64")
     monkeypatch.setenv("ZENFLOW_NATIVE", "0" if missing == "switched-off" else "1")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    try:
-        with pytest.raises(RuntimeError, match=r"needs a C compiler on this machine \(aarch64\)"):
-            native.load()
-    finally:
-        native.load.cache_clear()
+    with pytest.raises(RuntimeError, match=r"needs a C compiler on this machine \(aarch64\)"):
+        native.load()
 
 
 def test_the_cache_is_private_and_the_build_atomic(library, monkeypatch, tmp_path):
@@ -107,7 +117,7 @@ def test_the_triads_size_is_whole_cache_lines(n_bytes):
 
 @pytest.mark.parametrize("dtype, per_channel", [("bfloat16", True), ("float16", False), ("float32", True)])
 def test_the_pass_gives_a_bandwidth(library, monkeypatch, dtype, per_channel):
-    monkeypatch.setattr(bandwidth, "CHANNELS", 256)
+    monkeypatch.setattr(own_pass, "SIDE", 256)
     assert 0 < bandwidth.pass_bandwidth(2, 1, dtype, per_channel) < 1e5
 
 
