@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -196,7 +197,7 @@ class Pipeline:
             self.uploads.queue_rest(sent)
             self._land(sent)
         if due or prompt:
-            self.write_selected()
+            self.write_selected([*due, *sent] if prompt else due)
         if selecting:
             with self.telemetry.selection():
                 self._select(candidates, plan.step)
@@ -243,7 +244,7 @@ class Pipeline:
         if wanted:
             self.uploads.queue_rest(wanted)
             self._land(wanted)
-            self.write_selected()
+            self.write_selected(wanted)
 
     def make_visible(self) -> None:
         """Every result that was sent for is in the weights for all that the compute stream does from now on."""
@@ -260,11 +261,13 @@ class Pipeline:
             self.client.header.arena.nbytes if self.client else 0
         )
 
-    def write_selected(self) -> None:
-        """Write the selected masters over what an upload left in their channels."""
+    def write_selected(self, landed: Sequence[Sent] | None = None) -> None:
+        """Write the selected masters over what these uploads left in their channels; None: in all channels."""
+        cohorts = {sent.storage.cohort for sent in landed or ()}
+        cohort = cohorts.pop() if len(cohorts) == 1 else 0
         if self.storages:
             for table in self.tables:
-                write_masters(table)
+                write_masters(table, self.control, cohort=cohort)
 
     def wait_for_worker(self) -> None:
         """Until the worker has finished all that was sent; nothing becomes visible."""

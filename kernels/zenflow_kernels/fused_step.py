@@ -178,23 +178,24 @@ def _step_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "cohort"])
 def _write_kernel(
-    fields_ptr, tile_entry_ptr,
+    fields_ptr, tile_entry_ptr, cohort_ptr, first, cohort,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr,
     EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     entry = tl.load(tile_entry_ptr + tile)
-    block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
-    state_0, position_0, dense_0, size, share_width = tiles.share_extent(
-        fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
-    )
-    STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
-    _write_share(
-        fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
-        KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
-    )  # fmt: skip
+    if (cohort == 0) | (tl.load(cohort_ptr + first + entry) == cohort):
+        block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
+        state_0, position_0, dense_0, size, share_width = tiles.share_extent(
+            fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
+        )
+        STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
+        _write_share(
+            fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
+            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
+        )  # fmt: skip
 
 
 def fused_step(
@@ -231,15 +232,18 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
             )  # fmt: skip
 
 
-def write_masters(table: Table) -> None:
-    """Write the rounded masters over the weights of the selected channels, and touch nothing else."""
+def write_masters(table: Table, control: StepControl, *, cohort: int = 0) -> None:
+    """Write the rounded masters over the weights of the selected channels, and touch nothing else.
+
+    cohort: of the entries for which that is done, by `control.cohort`; 0 for all.
+    """
     if not uses_triton(table.fields):
-        return write_masters_reference(table)
+        return write_masters_reference(table, control, cohort=cohort)
     with on_device(table.fields):
         _find_channels(table)
         for launch in table.launches:
             _write_kernel[(launch.tile_entry.numel(),)](
-                table.fields, launch.tile_entry,
+                table.fields, launch.tile_entry, control.cohort, table.first, cohort,
                 **_launch_options(table, launch, launch.even),
             )  # fmt: skip
 
@@ -329,10 +333,12 @@ def step_entry_reference(
     _write(entry, channel)
 
 
-def write_masters_reference(table: Table) -> None:
+def write_masters_reference(table: Table, control: StepControl, *, cohort: int = 0) -> None:
     """`write_masters` by torch."""
-    for entry in table.entries:
-        _write(entry, _channels(entry))
+    cohorts = control.cohort[table.first :].tolist()
+    for entry, its_cohort in zip(table.entries, cohorts, strict=False):
+        if cohort in (0, its_cohort):
+            _write(entry, _channels(entry))
 
 
 def _channels(entry: Entry) -> Tensor:

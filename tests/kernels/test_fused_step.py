@@ -121,7 +121,7 @@ def test_without_a_decision_only_weights_are_written(device, dtype):
     for name in after:
         assert name.endswith("weight") or torch.equal(bits(after[name]), before[name]), name
     twin = world.twin()
-    write_masters_reference(twin.table)
+    write_masters_reference(twin.table, twin.control)
     assert_equal(world, twin)
 
 
@@ -134,7 +134,7 @@ def test_empty_parameters_launch_nothing_and_ask_nothing(device, monkeypatch):
     world = make_world([*specs, Spec("whole", 0, 7)], device, torch.float32)
     decide(world, 1, SCALES["plain"])
     fused_step(world.table, world.control, world.hyper, world.bias)
-    write_masters(world.table)
+    write_masters(world.table, world.control)
     world.pad.check()
 
 
@@ -142,9 +142,25 @@ def test_empty_parameters_launch_nothing_and_ask_nothing(device, monkeypatch):
 def test_write_masters_equals_the_reference(specs, device, dtype):
     world = make_world(specs, device, dtype)
     twin = world.twin()
-    write_masters(world.table)
-    write_masters_reference(twin.table)
+    write_masters(world.table, world.control)
+    write_masters_reference(twin.table, twin.control)
     assert_equal(world, twin)
+
+
+@pytest.mark.parametrize("cohort", [1, 2, 3])
+def test_write_masters_leaves_other_cohorts_alone(cohort, device, dtype):
+    specs = [TABLES["column"][0], TABLES["row"][0], TABLES["whole"][0], TABLES["column"][0]]
+    world = make_world(specs, device, dtype)
+    cohorts = [2, 1, 1, 2]
+    world.control.cohort[world.table.first :][: len(specs)] = torch.tensor(cohorts, dtype=torch.int32)
+    before, twin, everything = [entry.weight.clone() for entry in world.table.entries], world.twin(), world.twin()
+    write_masters(world.table, world.control, cohort=cohort)
+    write_masters_reference(twin.table, twin.control, cohort=cohort)
+    write_masters(everything.table, everything.control)
+    assert_equal(world, twin)
+    for entry, full, old, its in zip(world.table.entries, everything.table.entries, before, cohorts, strict=True):
+        assert not torch.equal(bits(full.weight), bits(old))
+        assert torch.equal(bits(entry.weight), bits(full.weight if its == cohort else old))
 
 
 def test_same_bits_twice(device, dtype):

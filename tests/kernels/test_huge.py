@@ -126,7 +126,7 @@ def check_the_ends(kind: str, rows: int, cols: int, device: str) -> None:
                 assert torch.equal(bits(got), bits(expected))
     state[0].fill_(3.0)
     weight.zero_()
-    write_masters(table)
+    write_masters(table, world.control)
     assert int(weight.count_nonzero()) == state[0].numel()
     assert bool((weight.index_select(entry.axis, torch.tensor(channels, device=device)) == 3).all())
 

@@ -83,7 +83,7 @@ def run_every_op(
         grad_scale=given["scale"], found_inf=given["found"],
     )  # fmt: skip
     fused_step(table, control, given["hyper"], given["bias"], seed=2**63 + number, step=2**31 + number)
-    write_masters(table)
+    write_masters(table, control, cohort=number % 3)
     weight = table.entries[0].weight
     for channel_dim in ("column", "row"):
         for importance in IMPORTANCES:

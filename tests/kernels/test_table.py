@@ -70,7 +70,7 @@ def test_an_empty_table_does_nothing(device):
     assert table.n_partials == 0
     partial_norms(table, torch.zeros(0, dtype=torch.float64))
     fused_step(table, control, torch.zeros(1, 8), torch.ones(1, 2, 2))
-    write_masters(table)
+    write_masters(table, control)
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)], ids=str)

@@ -104,7 +104,7 @@ def model_ops(problems: list[Problem]) -> list[ModelOp]:
         ModelOp("fused_step_first", Call(step(first)), _total(problems, FOLD_OVERWRITE)),
         ModelOp("partial_norms", Call(norm), _sum(OPS["partial_norms"].moved, problems)),
         ModelOp("close_step", Call(close), closed),
-        ModelOp("write_masters", Call(lambda: write_masters(table)), _sum(_written, problems)),
+        ModelOp("write_masters", Call(lambda: write_masters(table, adding.control)), _sum(_written, problems)),
     ]
     if deferred:
         moved = _sum(_chosen, [problems[number] for number in deferred])

@@ -221,9 +221,12 @@ def _close_work(problem: Problem) -> Work:
 def _masters_work(problem: Problem) -> Work:
     entry = problem.entry(folds=False)
     table, index, axis = make_table([entry]), problem.index().to(problem.device), entry.axis
+    control = StepControl.create(1, 1, problem.device)
     return Work(
-        Call(lambda: write_masters(table)),
-        Call(lambda: write_masters_reference(table), captured=False),  # it asks the device which channels there are
+        Call(lambda: write_masters(table, control)),
+        Call(
+            lambda: write_masters_reference(table, control), captured=False
+        ),  # it asks the device which channels there are
         Call(lambda: entry.weight.index_copy_(axis, index, entry.master.to(entry.weight.dtype))),
         (entry.weight,),
     )
