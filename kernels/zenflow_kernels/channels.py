@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zenflow_kernels import cards
 from zenflow_kernels.dispatch import FLOAT_DTYPES, on_device, tl, triton
 
 TILE_ROWS, TILE_COLS = 8, 256  # of the compact matrix
@@ -40,19 +41,24 @@ def compact_tile(
     return r[:, None] * cols + channel[None, :], r[:, None] * n + c[None, :], mask
 
 
-def launch_compact(kernel: triton.JITFunction, x: Tensor, index: Tensor, compact: Tensor, channel_dim: str) -> None:
-    """Run `kernel` over the tiles of the compact matrix; nothing where that is empty."""
+def launch_compact(
+    op: str, kernel: triton.JITFunction, x: Tensor, index: Tensor, compact: Tensor, channel_dim: str
+) -> None:
+    """Run `kernel`, which is `op`'s, over the tiles of the compact matrix; nothing where that is empty."""
     if compact.numel() == 0:
         return
-    col_tiles = -(-compact.shape[1] // TILE_COLS)
+    own = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS, "WARPS": WARPS}
+    chosen = cards.constants(op, cards.launch_class(channel_dim, x.dtype), x.device, **own)
+    tile_rows, tile_cols = chosen["TILE_ROWS"], chosen["TILE_COLS"]
+    col_tiles = -(-compact.shape[1] // tile_cols)
     with on_device(x):
-        kernel[(-(-compact.shape[0] // TILE_ROWS) * col_tiles,)](
+        kernel[(-(-compact.shape[0] // tile_rows) * col_tiles,)](
             x, index,
             compact,
             x.shape[0], x.shape[1], index.numel(), col_tiles,
             ROW=channel_dim == "row", MULTIPLE=row_multiple(x, compact) if channel_dim == "row" else 1,
-            TILE_R=TILE_ROWS, TILE_C=TILE_COLS,
-            num_warps=WARPS,
+            TILE_R=tile_rows, TILE_C=tile_cols,
+            num_warps=chosen["WARPS"],
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_kernels import tiles
+from zenflow_kernels import cards, tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, HYPER_WIDTH, adamw_, chunks
@@ -221,14 +221,14 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
     with on_device(table.fields):
         _find_channels(table)
         for launch in table.launches:
-            even = launch.even and table.grads_aligned
+            even, chosen = launch.even and table.grads_aligned, _constants(table, launch)
             _step_kernel[(launch.tile_entry.numel(),)](
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
                 bias.shape[1], table.first, *signed_words(seed), signed_words(step)[0],
                 ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds,
-                BLOCK_R=FOLD_BLOCK // launch.block_cols, BLOCK_C=launch.block_cols,
-                **_launch_options(table, launch, even),
+                BLOCK_R=chosen["FOLD_BLOCK"] // launch.block_cols, BLOCK_C=launch.block_cols,
+                **_launch_options(table, launch, even, chosen),
             )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def write_masters(table: Table, control: StepControl, *, cohort: int = 0) -> Non
         for launch in table.launches:
             _write_kernel[(launch.tile_entry.numel(),)](
                 table.fields, launch.tile_entry, control.cohort, table.first, cohort,
-                **_launch_options(table, launch, launch.even),
+                **_launch_options(table, launch, launch.even, _constants(table, launch)),
             )  # fmt: skip
 
 
@@ -258,7 +258,12 @@ def _find_channels(table: Table) -> None:
         )  # fmt: skip
 
 
-def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
+def _constants(table: Table, launch: Launch) -> dict[str, int]:
+    own = {"FOLD_BLOCK": FOLD_BLOCK, "UPDATE_BLOCK": UPDATE_BLOCK, "WARPS": WARPS}
+    return cards.constants("fused_step", table.launch_class(launch.kind), table.device, **own)
+
+
+def _launch_options(table: Table, launch: Launch, even: bool, chosen: dict[str, int]) -> dict[str, Any]:
     return {
         "KIND": tiles.KINDS[launch.kind],
         "WEIGHT_DTYPE": triton_dtype(table.weight_dtype),
@@ -266,8 +271,8 @@ def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
         "EVEN": even,
         "ROW_MULTIPLE": ALIGN_BYTES // table.weight_dtype.itemsize if even else 1,
         "TILE": table.step_tile,
-        "BLOCK": UPDATE_BLOCK,
-        "num_warps": WARPS,
+        "BLOCK": chosen["UPDATE_BLOCK"],
+        "num_warps": chosen["WARPS"],
         **EXACT,
     }
 

@@ -44,7 +44,7 @@ def gather_channels(x: Tensor, index: Tensor, channel_dim: str, *, validate: boo
     if not uses_triton(x):
         return gather_channels_reference(x, index, channel_dim)
     out = x.new_empty(compact_shape(x, index.numel(), channel_dim))
-    launch_compact(_gather_kernel, x, index, out, channel_dim)
+    launch_compact("gather_channels", _gather_kernel, x, index, out, channel_dim)
     return out
 
 

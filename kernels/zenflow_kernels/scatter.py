@@ -50,7 +50,7 @@ def scatter_channels_(x: Tensor, index: Tensor, values: Tensor, channel_dim: str
     if validate:
         check_index(x, index, channel_dim, unique=True)
     if uses_triton(x):
-        launch_compact(_scatter_kernel, x, index, values, channel_dim)
+        launch_compact("scatter_channels", _scatter_kernel, x, index, values, channel_dim)
         return x
     return scatter_channels_reference_(x, index, values, channel_dim)
 

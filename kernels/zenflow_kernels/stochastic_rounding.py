@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zenflow_kernels import cards
 from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
 SPAN = 1024  # elements of a lane; with LANES part of what the draws are, not a tuning knob
@@ -116,13 +117,14 @@ def round_stochastically(x: Tensor, *, seed: int, step: int, stream: int = 0, ou
         return out
     if not uses_triton(x):
         return out.copy_(round_stochastically_reference(x, seed=seed, step=step, stream=stream))
+    chosen = cards.constants("stochastic_rounding", cards.ALL, x.device, WARPS=WARPS)
     with on_device(x):
         _round_kernel[(-(-x.numel() // (SPAN * LANES)),)](
             x,
             out,
             x.numel(), *signed_words(seed), signed_words(step)[0], signed_words(stream)[0],
             SPAN=SPAN, LANES=LANES,
-            num_warps=WARPS,
+            num_warps=chosen["WARPS"],
         )  # fmt: skip
     return out
 

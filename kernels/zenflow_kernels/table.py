@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from zenflow_kernels import cards
 from zenflow_kernels.dispatch import FLOAT_DTYPES
 from zenflow_kernels.stochastic_rounding import check_key
 from zenflow_kernels.tiles import KINDS
@@ -92,16 +93,23 @@ class Table:
     `StepControl`'s arrays.
 
     Raises ValueError naming the entry and the tensor where a shape, dtype, device or layout is not what `Entry` says.
+    step_tile: None: the card's, or STEP_TILE.
     """
 
     def __init__(
-        self, entries: Sequence[Entry], first: int, *, step_tile: int = STEP_TILE, norm_tile: int = NORM_TILE
+        self, entries: Sequence[Entry], first: int, *, step_tile: int | None = None, norm_tile: int = NORM_TILE
     ) -> None:
-        self.entries, self.first, self.norm_tile, self.step_tile = tuple(entries), first, norm_tile, step_tile
+        self.entries, self.first, self.norm_tile = tuple(entries), first, norm_tile
         _check_entries(self.entries)
         self.device = self.entries[0].weight.device if self.entries else torch.device("cpu")
         self.weight_dtype = self.entries[0].weight.dtype if self.entries else torch.float32
         self.master_dtype = self.entries[0].master.dtype if self.entries else torch.float32
+        if step_tile is None:
+            kind = next((entry.kind for entry in self.entries if entry.kind != "whole"), "whole")
+            step_tile = cards.constants("fused_step", self.launch_class(kind), self.device, STEP_TILE=STEP_TILE)[
+                "STEP_TILE"
+            ]
+        self.step_tile = step_tile
         deferred = [entry.accumulator for entry in self.entries if entry.accumulator is not None]
         self.accumulator_dtype = deferred[0].dtype if deferred else torch.float32
         self.grads: list[Tensor | None] = [None] * len(self.entries)
@@ -122,6 +130,10 @@ class Table:
         self.launches = self._plan_launches()
         self.fields = self._to_device(self._field_rows(), torch.int64)
         self.grad_ptrs = torch.zeros(len(self.entries), dtype=torch.int64, device=self.device)
+
+    def launch_class(self, kind: str) -> str:
+        """The class of its entries of one kind, by which a card's launch constants go."""
+        return cards.launch_class(kind, self.weight_dtype, stochastic=self.master_dtype == torch.bfloat16)
 
     def bind(self, grads: Sequence[Tensor | None]) -> None:
         """Take this step's gradients, one an entry: contiguous, the weight's shape (any view of it), dtype and device.

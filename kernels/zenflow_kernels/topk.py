@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zenflow_kernels import cards
 from zenflow_kernels.channels import integers_on
 from zenflow_kernels.dispatch import on_device, tl, triton, uses_triton
 
@@ -99,12 +100,13 @@ def grouped_choices(scores: Sequence[Tensor], counts: Sequence[int]) -> list[Ten
             rows += [score.data_ptr(), score.numel(), n, first]
             first += n
     index = torch.empty(first, dtype=torch.int64, device=scores[0].device)
+    chosen = cards.constants("select_channels", cards.ALL, index.device, BLOCK=BLOCK, WARPS=WARPS)
     with on_device(scores[0]):
         _select_kernel[(sum(n > 0 for n in counts),)](
             integers_on(index.device, rows),
             index,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            BLOCK=chosen["BLOCK"],
+            num_warps=chosen["WARPS"],
         )  # fmt: skip
     return list(index.split(list(counts)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from zenflow_kernels import cards
 from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 
 from zenflow.bench import kernels, session
@@ -156,6 +158,53 @@ def test_constants_are_tried_on_the_smallest_size(bench):
     assert sum(row["best"] == "True" for row in tried) == 1
     assert {row["constants"].split()[0] for row in tried} == {"topk.BLOCK=2048", "topk.BLOCK=4096"}
     assert "## Constants" in printed
+
+
+def entry_in(printed: str) -> dict:
+    """The entry of `cards.CARDS` that a report ends with, as Python reads it."""
+    text = printed.split("## For zenflow_kernels/cards.py")[1].split("```py\n")[1].split("```")[0]
+    return ast.literal_eval("{" + text + "}")
+
+
+def test_a_search_prints_the_cards_entry(bench, tmp_path, monkeypatch):
+    """Found for two classes, beside what the card has; what was found is what `cards` then gives to launches."""
+    known = {"a card": {"fused_step": {"row float32": {"WARPS": 2}}, "select_channels": {"all": {"WARPS": 8}}}}
+    monkeypatch.setattr(cards, "CARDS", known)
+    monkeypatch.setattr(cards, "card", lambda device: "a card")
+    cards._of_card.cache_clear()
+    times = iter(range(1000, 0, -1))  # each setting is faster than the one before
+    monkeypatch.setattr(kernels.KernelSession, "time", lambda self, call: Times(*[float(next(times))] * 3))
+    words = ["--ops", "fused_step", "fused_step_whole", "--dtypes", "bf16", "--layouts", "columns", "--sizes", "1K"]
+    code, rows, printed = bench(*words, "--no-model", "--tune", "fused_step", "fused_step_whole")
+    assert code == 0
+    best = {"STEP_TILE": 65536, "FOLD_BLOCK": 8192, "UPDATE_BLOCK": 2048, "WARPS": 8}
+    whole = {name: value for name, value in best.items() if name != "FOLD_BLOCK"}
+    found = {"row float32": {"WARPS": 2}, "column bfloat16": best, "whole bfloat16": whole}
+    assert entry_in(printed) == {"a card": {**known["a card"], "fused_step": found}}
+    assert entry_in((tmp_path / "out" / "kernels.md").read_text()) == entry_in(printed)
+    monkeypatch.setattr(cards, "CARDS", entry_in(printed))
+    cards._of_card.cache_clear()
+    given = cards.constants("fused_step", "column bfloat16", CPU, **dict.fromkeys(best, 0))
+    cards._of_card.cache_clear()
+    assert given == best
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ops", "fused_step", "--tune", "fused_step"], "Nothing: of what was tried, today's"),
+        (["--ops", "partial_norms", "--tune", "partial_norms"], None),
+        (["--ops", "partial_norms"], None),
+    ],
+    ids=["today's are the best", "bits depend on them", "no search"],
+)
+def test_a_search_that_ships_nothing_says_so(words, said, bench, monkeypatch):
+    monkeypatch.setattr(cards, "card", lambda device: "a card")
+    times = iter(range(1, 1000))  # each setting is slower
+    monkeypatch.setattr(kernels.KernelSession, "time", lambda self, call: Times(*[float(next(times))] * 3))
+    code, _, printed = bench(*words, "--no-model", "--layouts", "rows", "--sizes", "1K")
+    assert code == 0
+    assert ("cards.py" in printed) is (said is not None) and (said or "") in printed
 
 
 def test_a_broken_op_costs_its_own_rows_alone(bench, monkeypatch):

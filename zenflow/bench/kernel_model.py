@@ -15,11 +15,11 @@ from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.importance import grouped_scores
 from zenflow_kernels.norm import partial_norms
-from zenflow_kernels.table import NORM_TILE
+from zenflow_kernels.table import NORM_TILE, Table
 from zenflow_kernels.topk import grouped_choices
 
 from zenflow.bench.kernel_ops import OPS, Call, Decided, decided, step_moved
-from zenflow.bench.kernel_problem import Moved, Problem, exactly, make_table
+from zenflow.bench.kernel_problem import Moved, Problem, exactly
 from zenflow.bench.shapes import SHAPES, vocabulary
 from zenflow.config import ZenFlowConfig
 
@@ -70,7 +70,7 @@ def model_ops(problems: list[Problem]) -> list[ModelOp]:
     device = problems[0].device
     entries = [problem.entry(folds=True) for problem in problems]
     grads = [problem.gradient() for problem in problems]
-    table, count = make_table(entries), len(entries)
+    table, count = Table(entries, 0), len(entries)
     adding, first = decided(count, FOLD_ADD, device), decided(count, FOLD_OVERWRITE, device)
     partials = torch.empty(table.n_partials, dtype=torch.float64, device=device)
     present = torch.ones(count, dtype=torch.int32, device=device)

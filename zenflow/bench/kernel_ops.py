@@ -24,7 +24,7 @@ from zenflow_kernels.stochastic_rounding import round_stochastically, round_stoc
 from zenflow_kernels.table import NORM_TILE, Entry, Table
 from zenflow_kernels.topk import select_channels, select_channels_reference
 
-from zenflow.bench.kernel_problem import Moved, Problem, exactly, make_table
+from zenflow.bench.kernel_problem import Moved, Problem, exactly
 from zenflow.bias import bias_table
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-5, 0.9, 0.999, 1e-8, 0.01
@@ -150,7 +150,7 @@ def entry_state(entry: Entry) -> tuple[Tensor, ...]:
 
 def _step_work(problem: Problem, *, fold: int, folds: bool = True, stochastic: bool = False) -> Work:
     entry, grad = problem.entry(folds=folds, stochastic=stochastic), problem.gradient()
-    table, given = make_table([entry]), decided(1, fold, problem.device)
+    table, given = Table([entry], 0), decided(1, fold, problem.device)
     channel = torch.zeros(1, dtype=torch.int64) if problem.layout == "whole" else problem.index()
     channel = channel.to(problem.device)
     t = (entry.start + ADVANCE).long()
@@ -188,7 +188,7 @@ def _norm_table(problem: Problem) -> Table:
     none = torch.zeros(problem.rows, 0, device=problem.device)
     start = torch.zeros(0, dtype=torch.int32, device=problem.device)
     slot = torch.full((problem.cols,), -1, dtype=torch.int32, device=problem.device)
-    return make_table([Entry(weight, "column", 0, none, none, none, start, slot, None)])
+    return Table([Entry(weight, "column", 0, none, none, none, start, slot, None)], 0)
 
 
 def _norm_work(problem: Problem) -> Work:
@@ -220,7 +220,7 @@ def _close_work(problem: Problem) -> Work:
 
 def _masters_work(problem: Problem) -> Work:
     entry = problem.entry(folds=False)
-    table, index, axis = make_table([entry]), problem.index().to(problem.device), entry.axis
+    table, index, axis = Table([entry], 0), problem.index().to(problem.device), entry.axis
     control = StepControl.create(1, 1, problem.device)
     return Work(
         Call(lambda: write_masters(table, control)),

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from zenflow_kernels import table as table_module
-from zenflow_kernels.table import Entry, Table
+from zenflow_kernels.table import Entry
 
 from zenflow.storage import count_selected
 
@@ -143,11 +142,6 @@ class Problem:
             slot=slot,
             accumulator=self.normal(rows, cols, seed=6) if folds and self.layout != "whole" else None,
         )
-
-
-def make_table(entries: list[Entry]) -> Table:
-    """A table with the tiles that the package has now, which a search for better ones changes."""
-    return Table(entries, 0, step_tile=table_module.STEP_TILE, norm_tile=table_module.NORM_TILE)
 
 
 def make_problem(numel: int, dtype: torch.dtype, layout: str, ratio: float, device: torch.device) -> Problem:

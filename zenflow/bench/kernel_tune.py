@@ -1,15 +1,17 @@
 """A search for better launch constants, on tensors that nobody else sees.
 
 Kernels of this package write in place, so nothing is tuned where it is used: production launches have fixed constants,
-and a run of this search prints what others would take. Every candidate works on tensors built for it alone, is called
-once before it is timed, and what it wrote then is compared with what today's constants write.
+the card's in `zenflow_kernels.cards` or the defaults. A run of this search prints what others would take, and the entry
+that makes the best of them the card's. Every candidate works on tensors built for it alone, is called once before it is
+timed, and what it wrote then is compared with what today's constants write.
 
 One constant is varied at a time, the others being the best so far, in the order in which they are listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zenflow_kernels import channels, fused_step, importance, norm, stochastic_rounding, table, topk
+from zenflow_kernels import cards, channels, fused_step, importance, norm, stochastic_rounding, table, topk
 
 from zenflow.bench.kernel_ops import OPS, Work
 from zenflow.bench.kernel_problem import Problem
@@ -66,6 +68,12 @@ KNOBS = {
     "scatter_channels": _COMPACT,
     "stochastic_rounding": (Knob(stochastic_rounding, "WARPS", (2, 4, 8)),),
 }
+# By the benchmark's op, that of `zenflow_kernels.cards`; others share one's constants, or have bits in theirs.
+SHIPPED = {name: name for name in cards.TUNABLE} | {
+    "fused_step_whole": "fused_step",
+    "fused_step_stochastic": "fused_step",
+}
+ONE_CLASS = ("select_channels", "stochastic_rounding")
 UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK"}  # by layout: what channel_scores does not read there
 
 Setting = dict[Knob, Any]
@@ -73,8 +81,9 @@ Setting = dict[Knob, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting: its label, its outputs after one call compared with today's, its times or why it has none."""
+    """One setting: its constants, its outputs after one call compared with today's, its times or why it has none."""
 
+    constants: dict[str, Any]
     label: str
     same_bits: bool | None
     result: Any
@@ -84,12 +93,13 @@ class Candidate:
 
 @contextmanager
 def launch_constants(setting: Setting) -> Iterator[None]:
-    """Launches inside use these constants."""
+    """Launches inside use these constants, whatever the card."""
     before = {knob: getattr(knob.module, knob.name) for knob in setting}
     try:
         for knob, value in setting.items():
             setattr(knob.module, knob.name, value)
-        yield
+        with cards.ignored():
+            yield
     finally:
         for knob, value in before.items():
             setattr(knob.module, knob.name, value)
@@ -98,6 +108,50 @@ def launch_constants(setting: Setting) -> Iterator[None]:
 def knobs_of(op: str, problem: Problem) -> tuple[Knob, ...]:
     """The constants that the op's launchers read for this problem; none if it has nothing to choose."""
     return tuple(knob for knob in KNOBS.get(op, ()) if knob.name != UNUSED.get(problem.layout))
+
+
+def class_of(op: str, problem: Problem) -> str:
+    """The class of the op's launches on this problem, as `zenflow_kernels.cards` has it."""
+    if op in ONE_CLASS:
+        return cards.ALL
+    stochastic = op == "fused_step_stochastic"
+    return cards.launch_class(problem.kind, torch.bfloat16 if stochastic else problem.dtype, stochastic=stochastic)
+
+
+def todays(op: str, problem: Problem) -> Setting:
+    """What a launch takes now: the constants of this card or the defaults."""
+    knobs = knobs_of(op, problem)
+    defaults = {knob.name: getattr(knob.module, knob.name) for knob in knobs}
+    found = cards.constants(_shared(op), class_of(op, problem), problem.device, **defaults)
+    return {knob: found[knob.name] for knob in knobs}
+
+
+def _shared(op: str) -> str:
+    """Whose constants in `cards` the op's launches take."""
+    return "fused_step" if op.startswith("fused_step") or op == "write_masters" else op
+
+
+def entry_of(op: str, problem: Problem, found: Sequence[Candidate]) -> dict[str, dict[str, dict[str, int]]]:
+    """The best setting as a part of the card's entry in `cards.CARDS`: op -> class -> constants.
+
+    Empty if today's are the best, if another op's constants are taken, or if the best changes a bit.
+    """
+    best = next((candidate for candidate in found if candidate.best), None)
+    if op not in SHIPPED or best is None or best.today or not best.same_bits:
+        return {}
+    return {SHIPPED[op]: {class_of(op, problem): best.constants}}
+
+
+def card_entry(card: str, best: dict[str, dict[str, dict[str, int]]]) -> str:
+    """Lines of `cards.CARDS`: what it has of this card, and the parts `best` that `entry_of` found in their places."""
+    known = cards.CARDS.get(card, {})
+    lines = [f'    "{card}": {{']
+    for op in dict.fromkeys([*known, *best]):
+        lines.append(f'        "{op}": {{')
+        for launch, values in (known.get(op, {}) | best.get(op, {})).items():
+            lines.append(f'            "{launch}": {json.dumps(values)},')
+        lines.append("        },")
+    return "\n".join([*lines, "    },"])
 
 
 def outputs_of(work: Work) -> list[Tensor]:
@@ -113,7 +167,7 @@ def tune(op: str, problem: Problem, measure: Callable[[Work], Any]) -> list[Cand
     Every setting that was tried, today's first, the best one marked.
     """
     knobs = knobs_of(op, problem)
-    best: Setting = {knob: getattr(knob.module, knob.name) for knob in knobs}
+    best = todays(op, problem)
     expected = outputs_of(OPS[op].build(problem))
     tried = {_key(best): replace(_try(op, problem, best, expected, measure), today=True)}
     for knob in knobs:
@@ -127,13 +181,14 @@ def tune(op: str, problem: Problem, measure: Callable[[Work], Any]) -> list[Cand
 
 def _try(op: str, problem: Problem, setting: Setting, expected: list[Tensor], measure: Callable) -> Candidate:
     label = " ".join(f"{knob.label}={_shown(value)}" for knob, value in setting.items())
+    constants = {knob.name: value for knob, value in setting.items()}
     try:
         with launch_constants(setting):
             work = OPS[op].build(problem)
             same = all(_same(got, want) for got, want in zip(outputs_of(work), expected, strict=True))
-            return Candidate(label, same, measure(work))
+            return Candidate(constants, label, same, measure(work))
     except Exception as error:  # a block may be too large for the card's shared memory or registers
-        return Candidate(label, None, error)
+        return Candidate(constants, label, None, error)
 
 
 def _same(got: Tensor, want: Tensor) -> bool:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from zenflow_kernels import cards
 
 from zenflow.bench import kernel_tables, tables
 from zenflow.bench.figures import Row
@@ -25,7 +26,7 @@ from zenflow.bench.kernel_model import model_ops, parameter_problems
 from zenflow.bench.kernel_ops import OPS, REFERENCE_NAMES, Call, Work
 from zenflow.bench.kernel_problem import Moved, Problem, make_problem
 from zenflow.bench.kernel_tables import COMPILED, OURS, REFERENCE
-from zenflow.bench.kernel_tune import tune
+from zenflow.bench.kernel_tune import SHIPPED, card_entry, entry_of, tune
 from zenflow.bench.session import Session
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -78,6 +79,7 @@ class KernelSession(Session):
         self.clock = Clock(self.device, *((10, 30) if args.quick else (25, 100)))
         self.deadline = time.monotonic() + args.budget
         self.rows: list[Row] = []
+        self.best: dict[str, dict[str, dict[str, int]]] = {}  # of the search for constants, see `entry_of`
 
     @property
     def on_gpu(self) -> bool:
@@ -120,7 +122,7 @@ class KernelSession(Session):
     def save(self, final: bool = False) -> str:
         """Write kernels.csv and kernels.md, and roofline.png at the end; the text of kernels.md."""
         rows = self.rows if self.proof.green else kernel_tables.without_shares(self.rows)
-        text = kernel_tables.report(rows, self.heading("Kernels", "SHARES"))
+        text = kernel_tables.report(rows, self.heading("Kernels", "SHARES")) + (self.constants() if final else "")
         (self.folder / "kernels.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "kernels.csv")
         shown = [row for row in self.rows if row["table"] == "op" and "error" not in row]
@@ -132,6 +134,17 @@ class KernelSession(Session):
             except ImportError as error:
                 self.say(f"no roofline.png: {error}")
         return text
+
+    def constants(self) -> str:
+        """What a search found for this card, as the lines that ship it; empty without one, and with red tests."""
+        card = cards.card(self.device)
+        if not card or self.proof.red or not any(op in SHIPPED for op in self.args.tune):
+            return ""
+        found = "Nothing: of what was tried, today's constants are the best.\n"
+        if self.best:
+            entry = card_entry(card, self.best)
+            found = f"The card's entry in `CARDS`, in the place of the one that is there:\n\n```py\n{entry}\n```\n"
+        return f"\n## For zenflow_kernels/cards.py\n\n{found}"
 
 
 def _problems(session: KernelSession) -> Iterator[tuple[str, Problem]]:
@@ -216,6 +229,8 @@ def measure_constants(session: KernelSession, op: str, problem: Problem) -> None
         found = tune(op, problem, lambda work: session.time(work.ours))
     except Exception as error:  # without a call of today's constants there is nothing to compare with
         return session.add(described, moved, partial(_times, error))
+    for name, classes in entry_of(op, problem, found).items():
+        session.best.setdefault(name, {}).update(classes)
     for candidate in found:
         row = described | {"constants": candidate.label, "same_bits": candidate.same_bits}
         row |= {"today": candidate.today, "best": candidate.best}
