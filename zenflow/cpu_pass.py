@@ -6,7 +6,9 @@ update with the mean gradient; t += 1; the learning rate of the last counted ste
 The deferred rule `replay`: n AdamW updates, each with its own step's gradient, learning rate and decay; t += n.
 
 Gradients come from the ring's lanes: one lane with the window's clipped sum, or one a step with the raw gradient, whose
-effective gradient is `(g * inv_scale) * clip`. Sums are taken in fp32 in the order of the steps.
+effective gradient is `(g * inv_scale) * clip`. Sums are taken in fp32 in the order of the steps. Gradients are finite,
+but a sum may have left its dtype: its mean then counts as the largest fp32 number. What AdamW makes of that, v = inf
+and no step, it makes of every mean above 1.8e19, so the weights are those of the exact one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from zenflow.native import ARRAYS, GRAD_KINDS, LANE, OUT_KINDS, PIECE, PLAN, Nat
 
 if TYPE_CHECKING:  # imported where the compiled pass is missing only
     from torch import Tensor
+
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ def _apply_in_torch(
             for other in grads:
                 grad = grad + other
         adamw_(
-            *state, grad / n, step_size=step_size[part], denom_scale=denom_scale[part],
+            *state, (grad / n).clamp(-LARGEST, LARGEST), step_size=step_size[part], denom_scale=denom_scale[part],
             beta1=beta1, one_minus_beta1=one_minus_beta1, beta2=beta2, one_minus_beta2=one_minus_beta2,
             eps=eps, decay=decay,
         )  # fmt: skip

@@ -6,7 +6,8 @@
     clip = fp32(min(1, max_grad_norm / (norm + 1e-6)))              (1 without a limit, and when the step is skipped)
 
 One program adds everything in a fixed order, so the bits are the same in every run. `norm` is finite exactly when the
-gradient is, because `partial_norms` sums in float64.
+gradient is, because `partial_norms` sums in float64. A scale below 1 can take a finite gradient out of fp32: then the
+step is skipped if its norm is not within fp32.
 
 Windows of a parameter in cohort c end c, c + U, c + 2U, ... steps after a common start, U being `max_steps`: at the
 first step of each its count begins anew.
@@ -36,6 +37,8 @@ from zenflow_kernels.norm import SERIAL
 
 SUM_BLOCK = 4096  # partial sums read at once
 PARAMETER_BLOCK = 1024
+FP32_MAX = torch.finfo(torch.float32).max
+LARGEST = tl.constexpr(FP32_MAX)
 NONE, OVERWRITE, ADD = (tl.constexpr(fold) for fold in (FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD))
 N_STAMP, N_LOG = tl.constexpr(STAMP_WORDS), tl.constexpr(LOG_WORDS)
 FINITE, CLIP, INV_SCALE, ZERO = (tl.constexpr(w) for w in (LOG_FINITE, LOG_CLIP, LOG_INV_SCALE, LOG_ZERO))
@@ -61,6 +64,8 @@ def _close_step_kernel(
         inv_scale = tl.div_rn(inv_scale, tl.load(grad_scale_ptr).to(tl.float32))
     norm = norm * inv_scale.to(tl.float64)
     finite = (norm - norm) == 0
+    if HAS_SCALE:
+        finite = finite & ((inv_scale <= 1) | (norm <= LARGEST))
     if HAS_FOUND:
         finite = finite & (tl.load(found_inf_ptr) == 0)
     clip = tl.full((), 1.0, tl.float32)
@@ -114,8 +119,9 @@ def close_step(
     `partials` f64 `[n]`; `present` int32 `[P]`, 1 where the parameter has a gradient; `window` the number of the
     next window that ends and `position` the number of steps since all windows began together, or that less any
     multiple of U as long as U remain. `grad_scale` and `found_inf` are GradScaler's, one element each, read on the
-    device. A step is finite if the norm is and `found_inf` is 0; then every present parameter folds (overwriting at its
-    first counted step of the window) and its count and advance grow by 1.
+    device. A step is finite if the norm is, where `grad_scale` is below 1 also within fp32, and `found_inf` is 0; then
+    every present parameter folds (overwriting at its first counted step of the window) and its count and advance grow
+    by 1.
     """
     if not 0 <= position < 2 * control.max_steps:
         raise ValueError(f"position must be in [0, {2 * control.max_steps}), got {position}")
@@ -164,6 +170,8 @@ def close_step_reference(
     inv = one if grad_scale is None else one / grad_scale.view(1).float()
     norm = total.sqrt() * inv.double()
     finite = torch.isfinite(norm)
+    if grad_scale is not None:
+        finite = finite & ((inv <= 1) | (norm <= FP32_MAX))
     if found_inf is not None:
         finite = finite & (found_inf.view(1) == 0)
     clip = one

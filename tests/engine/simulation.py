@@ -20,6 +20,7 @@ from zenflow_kernels.stochastic_rounding import round_stochastically_reference
 from zenflow.bias import bias_table
 
 HIGHEST_STEP = 4096
+LARGEST = torch.finfo(torch.float32).max  # what the mean of a sum that overflows counts as
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULTS = {
     "topk_ratio": 0.1,
@@ -283,7 +284,7 @@ class Simulation:
                 assert state.accumulator is not None
                 lr, decay = self._deferred_factors(state.counted)
                 mean = state.accumulator.float() / f32(len(state.counted))
-                state.update(deferred, mean, state.counted[-1], lr, decay)
+                state.update(deferred, mean.clamp(-LARGEST, LARGEST), state.counted[-1], lr, decay)
             state.accumulator, state.counted, state.kept = None, [], []
             if stale:
                 state.pending, state.age = state.master.to(state.visible.dtype), 0

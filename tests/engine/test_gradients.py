@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from tests.engine.driving import (
+    DTYPES,
+    RULES,
     SHAPES,
     Builder,
     Pair,
@@ -113,6 +115,29 @@ def test_norm_cannot_overflow_on_finite_gradients(
     assert stats.skipped_steps == 0
     assert stats.grad_norm == pytest.approx(exact, rel=1e-5) or exact > torch.finfo(torch.float32).max
     assert bool(engine.channel_state(parameters[0]).exp_avg.isfinite().all())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0], ids=["unclipped", "clipped"])
+def test_a_window_s_sum_of_finite_gradients_may_overflow(
+    max_grad_norm: float | None, name: str, rule: str, device: str, build: Builder
+) -> None:
+    """Three gradients of 3e38 and a mean of 3e38: no step is skipped, and the element decays and moves no further, as
+    under AdamW with that mean; it never becomes NaN."""
+    parameters = make_parameters(MATRICES, DTYPES[name], device)
+    settings = {"topk_ratio": 0.2, "update_interval": 3, "lr": 0.1, "weight_decay": 0.5, "max_grad_norm": max_grad_norm}
+    pair = Pair(build, parameters, **settings, **RULES[rule], overlap_step=False)
+    for step, grads in enumerate(make_gradients(MATRICES, DTYPES[name], 12)):
+        if step:  # the first has selected other channels
+            grads[0][2, 7], grads[1][3, 1] = 3e38, -3e38
+        pair.step(grads, check=max_grad_norm is None)  # else the norm's last bit may differ
+    assert pair.engine.stats().skipped_steps == 0
+    for parameter, (row, col) in zip(parameters, ((2, 7), (3, 1)), strict=False):
+        state = pair.engine.channel_state(parameter)
+        assert not state.selected[col]
+        assert bool(parameter.isfinite().all() and state.master.isfinite().all() and state.exp_avg.isfinite().all())
+        assert bool(state.exp_avg_sq[row, col].isinf()) is (max_grad_norm is None)
 
 
 def test_b6_an_unused_layer_with_accumulation_and_clipping(device: str, build: Builder) -> None:

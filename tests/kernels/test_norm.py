@@ -93,6 +93,9 @@ CASES = {
     "non-finite": {"max_grad_norm": 1.0, "bad": float("nan")},
     "infinite": {"bad": float("inf")},
     "zero": {"max_grad_norm": 1.0, "factor": 0.0},
+    "scale below 1": {"max_grad_norm": 1.0, "scale": 2.0**-8, "factor": 2.0**200},
+    "unscaled beyond fp32": {"max_grad_norm": 1.0, "scale": 2.0**-30, "factor": 2.0**200},
+    "norm beyond fp32": {"max_grad_norm": 1.0, "scale": 2.0**8, "factor": 2.0**260},
 }
 
 
@@ -109,6 +112,16 @@ def close(function, control, partials, present, position, case) -> None:
         control, partials, present, window=WINDOW, position=position, max_grad_norm=case.get("max_grad_norm"),
         grad_scale=scalar("scale"), found_inf=scalar("found"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, finite", [("scale below 1", 1), ("unscaled beyond fp32", 0), ("norm beyond fp32", 1)], ids=str
+)
+def test_a_gradient_that_its_scale_takes_out_of_fp32_is_skipped(name, finite, device):
+    control = StepControl.create(1, 1, device)
+    partials = torch.arange(1, 98, dtype=torch.float64, device=device) * CASES[name]["factor"]
+    close(close_step, control, partials, torch.ones(1, dtype=torch.int32, device=device), 0, CASES[name])
+    assert int(control.finite) == finite == int(control.count)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -15,6 +15,7 @@ from zenflow.ring import SegmentMemory, WorkerSettings
 
 GROUPS = 2
 MAX_STEPS = 4
+LARGEST = np.finfo(np.float32).max
 
 
 def make_segment(
@@ -95,7 +96,7 @@ class SimulatedMatrix:
             lr, decay = lr * n, float(np.prod([1 - s[0] * s[4] for s in steps.tolist()]))
         elif lr_scale != "none":
             lr *= lr_scale
-        self._update(total / np.float32(n), lr, beta1, beta2, eps, decay)
+        self._update(np.clip(total / np.float32(n), -LARGEST, LARGEST), lr, beta1, beta2, eps, decay)
 
     def _update(self, grad: np.ndarray, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> None:
         f32 = np.float32

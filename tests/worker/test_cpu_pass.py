@@ -10,7 +10,7 @@ import torch
 
 from tests.worker.feeding import SimulatedMatrix, encode, quantize, to_bits
 from zenflow import native
-from zenflow.cpu_pass import Arrays, Plan, SegmentPass, make_lanes, plan_replay, plan_update
+from zenflow.cpu_pass import LARGEST, Arrays, Plan, SegmentPass, make_lanes, plan_replay, plan_update
 from zenflow.geometry import ITEM_BYTES, Matrix, Piece
 
 SHAPES = [
@@ -111,6 +111,38 @@ def test_both_passes_equal_the_simulation(library, dim, grad_dtype, out_dtype):
         for chosen, threads in ((library, 1), (library, 2), (library, 5), (None, 1)):
             found = updated(chosen, rows, cols, dim, grad_dtype, out_dtype, uniform, threads=threads)
             same(found, expected, f"{rows} x {cols}, {threads} threads, {chosen}")
+
+
+@pytest.mark.parametrize("out_dtype", [None, "bfloat16"], ids=str)
+@pytest.mark.parametrize("grad_dtype, lanes", [("float32", 1), ("bfloat16", 1), ("float32", 3), ("bfloat16", 3)])
+def test_a_sum_that_overflows_moves_no_weight_as_its_exact_mean_would(library, grad_dtype, lanes, out_dtype):
+    """Three gradients of 3e38, or their sum in the ring, which is infinite; their neighbours notice nothing."""
+    rows, cols, places = 5, 7, [3, 20]
+    grads = gradients(rows, cols, grad_dtype, lanes).reshape(lanes, -1)
+    results = []
+    for value in (3e38 if lanes > 1 else np.inf, 2e38, 0.0):
+        grads[:, places[0]], grads[:, places[1]] = quantize(np.array([value, -value], dtype=np.float32), grad_dtype)
+        ring = encode(grads, grad_dtype)
+        offsets = [lane * rows * cols * ITEM_BYTES[grad_dtype] for lane in range(lanes)]
+        plan = Plan(
+            plan_update(STEPS, channel_steps(rows, cols, "column"), "linear"),
+            make_lanes(offsets, [1.0] * lanes, [1.0] * lanes),
+        )
+        for chosen in (library, None):
+            out = None if out_dtype is None else np.zeros(rows * cols, dtype=np.uint16)
+            arrays = Arrays(*state(rows, cols), ring, out, grad_dtype, out_dtype)
+            results.append(run_pass(chosen, arrays, rows, cols, "column", plan))
+    overflowed, in_torch, exact, _, zero, _ = results
+    same(overflowed, in_torch)
+    master, exp_avg, exp_avg_sq = (array.view(np.float32) for array in overflowed[:3])
+    assert np.isfinite(master).all() and np.isfinite(exp_avg).all()
+    assert np.isinf(exp_avg_sq[places]).all() and (exp_avg[places] * [1, -1] > 1e36).all()
+    if lanes == 1:  # a sum of 2e38 has a mean that no fp32 sum overflows
+        same([overflowed[0], overflowed[2]], [exact[0], exact[2]])
+    decayed = (state(rows, cols)[0] * plan.update.constants[5])[places]
+    np.testing.assert_array_equal(master[places], decayed)
+    others = np.setdiff1d(np.arange(rows * cols), places)
+    same([array[others] for array in overflowed], [array[others] for array in zero])
 
 
 def lane_arrays(rows, cols, grad_dtype, out_dtype, counted, n_lanes):
@@ -227,9 +259,10 @@ def test_rounding_equals_torch_on_every_upper_half(library, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_16_bit_gradient_is_read_exactly(library, dtype):
-    """With beta1 = 0 and a first moment of -0, the new one is the gradient: subnormals, infinities and signed zeros."""
+    """With beta1 = 0 and a first moment of -0, the new one is the gradient: subnormals and signed zeros; infinities are
+    the largest numbers."""
     words = np.arange(1 << 16, dtype=np.uint16)
-    expected = torch.from_numpy(words).view(getattr(torch, dtype)).float().numpy()
+    expected = torch.from_numpy(words).view(getattr(torch, dtype)).float().clamp(-LARGEST, LARGEST).numpy()
     number = ~np.isnan(expected)
     update = plan_replay(np.array([[1e-3, 0.0, 0.99, 1e-8, 0.0]]), np.zeros(1, np.int32))
     for chosen in (library, None):

@@ -2,6 +2,7 @@
  * out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to fp32: build with
  * -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts change no bit.
  * The structures are those of zenflow/native.py. */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -100,13 +101,21 @@ static void gradient(float *g, const arrays_t *a, lane_t lane, long first, long 
     }
 }
 
+/* A sum of finite gradients may have become infinite: its mean counts as the largest number, of which AdamW makes v = inf
+ * and no step, as it does of every mean above 1.8e19; inf / inf would be NaN. */
+INLINE float within(float mean) {
+    mean = mean > FLT_MAX ? FLT_MAX : mean;
+    return mean < -FLT_MAX ? -FLT_MAX : mean;
+}
+
 INLINE void adamw(float *restrict p, float *restrict m, float *restrict v, const float *restrict g,
                   const float *restrict step, const float *restrict scale, long length, constants_t h, int each) {
     const float step0 = step[0], scale0 = scale[0];
 #pragma omp simd
     for (long i = 0; i < length; i++) {
-        float first = h.beta1 * m[i] + h.one_minus_beta1 * g[i];
-        float second = h.beta2 * v[i] + h.one_minus_beta2 * (g[i] * g[i]);
+        const float x = within(g[i]);
+        float first = h.beta1 * m[i] + h.one_minus_beta1 * x;
+        float second = h.beta2 * v[i] + h.one_minus_beta2 * (x * x);
         float denominator = sqrtf(second) * (each ? scale[i] : scale0) + h.eps;
         m[i] = first;
         v[i] = second;
