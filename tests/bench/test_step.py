@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import ends_within
 from zenflow.bench.children import environment, module_command, run_job
@@ -19,6 +20,7 @@ from zenflow.bench.command import main
 from zenflow.bench.hog import hog
 from zenflow.bench.processes import family
 from zenflow.bench.registry import Job
+from zenflow.bench.traffic import CHUNK_BYTES, Traffic
 
 SMALL = ["step", "--shape", "tiny", "--batch", "2", "--length", "16", "--windows", "2", "--device", "cpu"]
 JOB = Job("floor", "floor", "tiny", batch=1, length=8, warm_up=1, steps=1, window=1, device="cpu")
@@ -95,6 +97,44 @@ def test_red_tests_leave_no_ratio(tmp_path, tests, monkeypatch, capsys):
     assert "NO RATIOS" in printed and "1 failed" in printed
     assert "mean ms" in printed and "x floor" not in printed
     assert all(float(row["mean_ms"]) > 0 and "ratio" not in row for row in rows(tmp_path / "out"))
+
+
+def test_the_floor_and_launching_beside_a_hog(tmp_path, tests, monkeypatch):
+    """The hog works while both are measured; launching is the same model at batch 1."""
+    seen = []
+
+    def measured(job: Job, *_: object) -> dict:
+        seen.append((job.label, job.batch, bool(_benches())))
+        return MEASURED | {"mean_ms": 10.0 + 5 * (job.batch == 1) + 10 * seen[-1][2]}
+
+    monkeypatch.setattr("zenflow.bench.step.run_job", measured)
+    monkeypatch.setattr("zenflow.bench.step.physical_cores", lambda: [(0,), (1,)])
+    words = [*SMALL, *tests("pass"), "--trainers", "floor", "--contention", "1", "--hog-matrices", "1"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    names = ["floor alone", "floor beside 1 threads"]
+    assert seen[2:] == [
+        (f"{name}{more}", size, name != names[0]) for name in names for more, size in (("", 2), (", launching", 1))
+    ]
+    alone, beside = [row for row in rows(tmp_path / "out") if row["table"] == "contention"]
+    assert (alone["mean_ms"], alone["launch_ms"], alone["ratio"]) == ("10.0", "15.0", "1.0")
+    assert (beside["ratio"], float(beside["launch_ratio"])) == ("2.0", pytest.approx(25 / 15))
+    assert float(beside["hog_gb_per_s"]) > 0 and not alone["hog_gb_per_s"]
+
+
+@pytest.mark.parametrize("copies", ["to host", "up"])
+def test_copies_need_a_gpu_and_a_direction(copies):
+    with pytest.raises(ValueError, match=f"copies are '{copies}' on cpu; allowed: 'to host' or 'to device' on a GPU"):
+        Traffic(copies, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", ["to host", "to device"])
+def test_copies_go_on_beside_the_steps(copies):
+    traffic = Traffic(copies, torch.device("cuda"))
+    while traffic.totals()["copied_bytes"] < 1 << 30:
+        traffic.top_up()
+    torch.cuda.synchronize()
+    assert traffic.totals()["copied_bytes"] % CHUNK_BYTES == 0
 
 
 def test_a_child_that_takes_too_long_is_killed(tmp_path):

@@ -134,7 +134,12 @@ def _add_tables(step: ArgumentParser) -> None:
     more = step.add_argument_group("further tables")
     more.add_argument("--selection", action="store_true", help="what selecting costs each ZenFlow")
     more.add_argument(
-        "--contention", nargs="+", type=_cores, default=[], metavar="N", help="the floor beside N busy CPU threads"
+        "--contention",
+        nargs="+",
+        type=_cores,
+        default=[],
+        metavar="N",
+        help="the floor beside N busy CPU threads, and beside copies",
     )
     more.add_argument("--hog-matrices", type=_integer(1), default=8, metavar="N", help="of 268 MB (default: 8)")
     more.add_argument("--growth", action="store_true", help="the first ZenFlow by model size and worker cores")

@@ -48,6 +48,7 @@ def row_of(job: Job, result: dict[str, Any]) -> Row:
         "to_host_m": _each(totals, "bytes_to_host", job.steps, 1 / weights),
         "to_device_m": _each(totals, "bytes_to_device", job.steps, 1 / weights),
         "worker_ms_a_window": _each(totals, "worker_busy_seconds", totals.get("windows"), 1e3),
+        "copied_gb_per_s": _each(totals, "copied_bytes", job.steps, 1e-6 / result["mean_ms"]),
         "skipped_steps": totals.get("skipped_steps"),
         "peak_bytes": result["peak_bytes"],
         "host_bytes_a_parameter": None if result["host_bytes"] is None else result["host_bytes"] / parameters,
@@ -90,7 +91,7 @@ def compare(rows: Sequence[Row]) -> list[Row]:
 
 def without_ratios(rows: Sequence[Row]) -> list[Row]:
     """What may be told when the tests are not green: times, not what follows from comparing them."""
-    ratios = ("ratio", "stall_removed", "stall_removed_clock")
+    ratios = ("ratio", "launch_ratio", "stall_removed", "stall_removed_clock")
     return [{name: value for name, value in row.items() if name not in ratios} for row in rows]
 
 

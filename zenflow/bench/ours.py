@@ -7,6 +7,7 @@ from dataclasses import fields
 from torch import Tensor, nn
 
 from zenflow.bench.registry import Job
+from zenflow.bench.traffic import Traffic
 
 
 def backward(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -21,16 +22,20 @@ class Floor:
 
     def __init__(self, model: nn.Module, job: Job) -> None:
         self.model = model
+        device = next(model.parameters()).device
+        self._traffic = None if job.copies is None else Traffic(job.copies, device)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One whole training step; the detached loss, without waiting for the device."""
+        if self._traffic is not None:
+            self._traffic.top_up()
         loss = backward(self.model, tokens)
         self.model.zero_grad(set_to_none=True)
         return loss
 
     def totals(self) -> dict[str, float]:
         """Counters and clocks since construction (bytes, seconds, counts) under the names of `zenflow.Stats`."""
-        return {}
+        return {} if self._traffic is None else self._traffic.totals()
 
     def close(self) -> None:
         """Give back what outlives the process's memory."""

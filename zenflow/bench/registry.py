@@ -36,7 +36,8 @@ class Job:
     """What one child measures. It travels as JSON.
 
     `warm_up` and `steps` are counts of steps, `window` the steps of a window; `settings` are ZenFlowConfig's fields;
-    `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all.
+    `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all. `copies`, of the
+    floor alone: "to host" or "to device", which PCIe then is as busy with as it can be.
     """
 
     trainer: str
@@ -53,6 +54,7 @@ class Job:
     device: str = "auto"
     settings: dict[str, Any] = field(default_factory=dict)
     cores: Sequence[int] | None = None
+    copies: str | None = None
 
 
 def missing(trainer: str) -> str | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zenflow.bench import picture, tables
@@ -17,7 +18,8 @@ from zenflow.bench.hog import hog
 from zenflow.bench.registry import CONTESTANTS, DEFAULT_U, SYNC, Job, missing
 from zenflow.bench.session import Session
 from zenflow.bench.variants import Variant
-from zenflow.cores import physical_cores, plan_cores
+from zenflow.config import ZenFlowConfig
+from zenflow.cores import CorePlan, physical_cores, plan_cores
 
 WARM_UP_WINDOWS = 2
 SETTLING_WINDOWS = 6  # of ZenFlow, whose worker finds its number of threads meanwhile
@@ -159,26 +161,56 @@ def run_selections(session: StepSession) -> None:
 
 
 def run_contention(session: StepSession) -> None:
-    """The floor on the trainer's cores, alone and beside a process of N threads that runs the CPU optimizer's pass."""
-    args = session.args
+    """The floor and launching: alone, beside N threads that run the CPU optimizer's pass, beside copies over PCIe."""
     available = len(physical_cores())
-    for threads in args.contention:
+    for threads in session.args.contention:
         cores = plan_cores(1 - threads / available, True, threads)
-        alone = plain_job(args, "floor", "floor alone", cores=cores.trainer_cores)
-        beside = replace(alone, label=f"floor beside {threads} threads")
-        rows = [row_of(alone, session.run(alone))]
-        more = {"hog_threads": threads}
-        try:
-            with hog(cores.worker_cores, threads, session.log(f"hog-{threads}"), args.hog_matrices) as busy:
-                result = session.run(beside)
+        beside = ContentionJob(f"floor beside {threads} threads", cores, hog_threads=threads)
+        _contend(session, [ContentionJob("floor alone", cores), beside])
+    if session.args.contention and session.args.device != "cpu" and session.facts["gpu"]:
+        cores = plan_cores(ZenFlowConfig.pt_reserved_cores_perc, True)
+        copies = [ContentionJob(f"floor beside copies {way}", cores, copies=way) for way in ("to host", "to device")]
+        _contend(session, [ContentionJob("floor alone", cores), *copies])
+
+
+@dataclass(frozen=True)
+class ContentionJob:
+    """The floor on the trainer's cores of a plan, and what runs beside it."""
+
+    label: str
+    cores: CorePlan
+    hog_threads: int = 0
+    copies: str | None = None
+
+
+def _contend(session: StepSession, jobs: Sequence[ContentionJob]) -> None:
+    """Rows with ratios to the first of these jobs."""
+    rows = [_contended(session, job) for job in jobs]
+    for row in rows:
+        if not any("error" in row for row in rows):
+            row["ratio"] = row["mean_ms"] / rows[0]["mean_ms"]
+            row["launch_ratio"] = row["launch_ms"] / rows[0]["launch_ms"]
+        session.add(row | {"table": "contention", "note": ""})
+
+
+def _contended(session: StepSession, contention: ContentionJob) -> Row:
+    args, cores = session.args, contention.cores
+    job = plain_job(args, "floor", contention.label, cores=cores.trainer_cores, copies=contention.copies)
+    launching = replace(job, label=f"{job.label}, launching", batch=1, length=min(16, args.length))
+    more: Row = {"trainer_cores": len(cores.trainer_cores)}
+    try:
+        with ExitStack() as stack:
+            if contention.hog_threads:
+                log = session.log(f"hog-{contention.hog_threads}")
+                busy = stack.enter_context(hog(cores.worker_cores, contention.hog_threads, log, args.hog_matrices))
+            results = [session.run(job), session.run(launching)]
+        if contention.hog_threads:
             more["hog_gb_per_s"] = busy.gb_per_s[0]
-        except RuntimeError as error:
-            result = {"error": str(error)}
-        rows.append(row_of(beside, result) | more)
-        for row in rows:
-            if not any("error" in row for row in rows):
-                row["ratio"] = row["mean_ms"] / rows[0]["mean_ms"]
-            session.add(row | {"table": "contention", "note": "", "trainer_cores": len(cores.trainer_cores)})
+    except RuntimeError as error:
+        results = [{"error": str(error)}] * 2
+    if errors := [result["error"] for result in results if "error" in result]:
+        return row_of(job, {"error": errors[0]}) | more
+    return row_of(job, results[0]) | more | {"launch_ms": results[1]["mean_ms"]}
 
 
 def run_growth(session: StepSession) -> None:

@@ -37,7 +37,8 @@ LEGEND = """\
 mean: wall time over whole windows; median and p95: from a step's end to the next one's. Floor: the mean of both.
 Stall removed: 1 - (mean - floor) / (mean of sync - floor); by clock: 1 - stall / stall of sync. M: 2 bytes a parameter.
 B/p: bytes a parameter; host: shared memory that the engine counts; processes and machine: growth over the floor's.
-Threads: of the worker in its last window."""
+Threads: of the worker in its last window. Launching: the same model's step at batch 1 x 16, when the device waits for
+the host."""
 
 STEP = (
     Column("trainer", "label"),
@@ -90,18 +91,20 @@ GROWTH = (
 CONTENTION = (
     Column("floor", "label"),
     Column("trainer cores", "trainer_cores"),
-    Column("hog threads", "hog_threads"),
     Column("mean ms", "mean_ms", number(1)),
-    Column("x floor", "ratio", number(3)),
+    Column("x alone", "ratio", number(3)),
     Column("p95", "p95_ms", number(1)),
+    Column("launching ms", "launch_ms", number(1)),
+    Column("launching x alone", "launch_ratio", number(3)),
     Column("hog GB/s", "hog_gb_per_s", number(1)),
+    Column("copies GB/s", "copied_gb_per_s", number(1)),
     REMARK,
 )
 TABLES = {
     "step": ("Step time", STEP),
     "selection": ("Selections", SELECTION),
     "growth": ("Growth: model size and worker cores", GROWTH),
-    "contention": ("The floor beside a memory hog", CONTENTION),
+    "contention": ("The floor, and launching alone, beside a memory hog and beside copies", CONTENTION),
 }
 
 
