@@ -319,6 +319,7 @@ def test_what_a_step_moves_by_hand():
     whole = replace(columns, layout="whole", dtype=torch.float32)
     assert OPS["fused_step_whole"].moved(whole).must == 32_000_000
     assert OPS["stochastic_rounding"].moved(whole).bus == 6_000_000
+    assert OPS["fused_step_stochastic"].moved(replace(whole, dtype=torch.bfloat16)).must == 22_000_000
 
 
 @pytest.mark.parametrize(

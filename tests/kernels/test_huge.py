@@ -9,6 +9,7 @@ import torch
 from zenflow_kernels.control import FOLD_OVERWRITE
 from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters
 from zenflow_kernels.numerics import HYPER, adamw_
+from zenflow_kernels.stochastic_rounding import round_at_reference
 from zenflow_kernels.table import Entry, Table
 
 from tests.kernels.building import Spec, World, bits, make_world
@@ -129,6 +130,44 @@ def check_the_ends(kind: str, rows: int, cols: int, device: str) -> None:
     write_masters(table, world.control)
     assert int(weight.count_nonzero()) == state[0].numel()
     assert bool((weight.index_select(entry.axis, torch.tensor(channels, device=device)) == 3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "cols"), [("column", 2049), ("row", 2048)], ids=["column", "row"])
+def test_draws_beyond_int32(kind, cols):
+    check_the_draws(kind, 2**20 + 1, cols, "cuda")
+
+
+@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40)], ids=["column", "row"])
+def test_draws_of_a_small_matrix(kind, cols, device):
+    check_the_draws(kind, 37, cols, device)
+
+
+def check_the_draws(kind: str, rows: int, cols: int, device: str) -> None:
+    """Without fp32 masters: first and last rows are their step in fp32, rounded by the draws of their places."""
+    channels = torch.tensor([cols - 1, 0, cols // 2] if kind == "column" else [rows - 1, rows - 3])
+    n, key = channels.numel(), {"seed": 2**40 + 3, "step": 77}
+    state = [torch.rand((rows, n) if kind == "column" else (n, cols), device=device) for _ in range(3)]
+    slot = torch.full((cols if kind == "column" else rows,), -1, dtype=torch.int32)
+    slot[channels] = torch.arange(n, dtype=torch.int32)
+    weight = torch.zeros(rows, cols, dtype=torch.bfloat16, device=device)
+    start, grad = torch.zeros(n, dtype=torch.int32, device=device), torch.empty_like(weight).normal_()
+    entry = Entry(weight, kind, 0, state[0].bfloat16(), *state[1:], start, slot.to(device), None, stream=2**31)
+    parts = [slice(0, 5), slice(rows - 5, rows)][kind == "row" :]
+    smalls = [_part(replace(entry, master=entry.master.float()), part) for part in parts]
+    world, table = world_of(device, 0.37), Table([entry], 0)
+    table.bind([grad])
+    fused_step(table, world.control, world.hyper, world.bias, **key)
+    twin = world.twin()
+    for part, small in zip(parts, smalls, strict=True):
+        small.bind([grad[part].cpu()])
+        fused_step_reference(small, twin.control, twin.hyper, twin.bias)
+        r = torch.arange(part.start, part.stop)[:, None] if kind == "column" else channels[:, None]
+        place = r * cols + (channels if kind == "column" else torch.arange(cols))
+        expected = round_at_reference(_state(small)[0], place, stream=entry.stream, **key)
+        assert torch.equal(bits(entry.master[part] if kind == "column" else entry.master), bits(expected))
+        written = weight[part][:, channels.to(device)] if kind == "column" else weight[channels.to(device)]
+        assert torch.equal(bits(written), bits(expected))
 
 
 def _part(entry: Entry, rows: slice) -> Table:

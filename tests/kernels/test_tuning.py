@@ -10,7 +10,7 @@ from zenflow_kernels import fused_step, table
 
 from tests.kernels.building import bits
 from zenflow.bench import kernel_ops
-from zenflow.bench.kernel_ops import OPS, Work
+from zenflow.bench.kernel_ops import CHANNELS, OPS, Work
 from zenflow.bench.kernel_problem import Problem
 from zenflow.bench.kernel_tune import KNOBS, Candidate, knobs_of, launch_constants, outputs_of, tune
 
@@ -65,7 +65,7 @@ def test_the_known_kernels_do_it_too(device, monkeypatch):
 
 # Kernels that read the same constants in the same way are tried once.
 SAME = {("write_masters", "rows"), ("gather_channels", "rows"), ("scatter_channels", "columns")}
-SAME |= {(f"fused_step_{name}", layout) for name in ("first", "alone", "stochastic") for layout in ("columns", "rows")}
+SAME |= {(f"fused_step_{name}", layout) for name in ("first", "alone", "stochastic") for layout in (*CHANNELS, "whole")}
 SETTINGS = [
     pytest.param(name, layout, knob, value, id=f"{name}-{layout}-{knob.label}={value}")
     for name in KNOBS

@@ -88,6 +88,12 @@ def _whole_moved(problem: Problem) -> Moved:
     return exactly((2 * problem.item + STATE) * problem.numel)
 
 
+def _stochastic_moved(problem: Problem) -> Moved:
+    if problem.layout == "whole":  # the master is the weight
+        return exactly((STOCHASTIC_STATE + problem.item) * problem.numel)
+    return step_moved(problem, fold=FOLD_ADD, state_bytes=STOCHASTIC_STATE)
+
+
 def _norm_moved(problem: Problem) -> Moved:
     return exactly(problem.item * problem.numel + 8 * -(-problem.numel // NORM_TILE))
 
@@ -163,7 +169,7 @@ def _step_work(problem: Problem, *, fold: int, folds: bool = True, stochastic: b
     def reference() -> None:
         step_entry_reference(entry, channel, grad, SCALES, factors, bias, add=fold == FOLD_ADD, **DRAWS)
 
-    known = Call(_fused_adamw(entry, grad)) if problem.layout == "whole" else None
+    known = Call(_fused_adamw(entry, grad)) if problem.layout == "whole" and not stochastic else None
     return Work(Call(ours), Call(reference), known, entry_state(entry))
 
 
@@ -293,8 +299,8 @@ OPS = {
         ("whole",), _whole_moved, lambda p: _step_work(p, fold=FOLD_ADD), "torch fused AdamW on fp32 masters"
     ),
     "fused_step_stochastic": Op(
-        CHANNELS,
-        lambda p: step_moved(p, fold=FOLD_ADD, state_bytes=STOCHASTIC_STATE),
+        (*CHANNELS, "whole"),
+        _stochastic_moved,
         lambda p: _step_work(replace(p, dtype=torch.bfloat16), fold=FOLD_ADD, stochastic=True),
         dtypes=(torch.bfloat16,),
         compiles=False,

@@ -131,8 +131,11 @@ class Problem:
         master, exp_avg, exp_avg_sq = (
             self.normal(*compact, seed=seed, dtype=dtype) for seed, dtype in enumerate(dtypes, start=2)
         )
+        weight = self.normal(rows, cols, seed=5)
+        if stochastic and self.layout == "whole":
+            master = weight
         return Entry(
-            weight=self.normal(rows, cols, seed=5),
+            weight=weight,
             kind=self.kind,
             group=0,
             master=master,

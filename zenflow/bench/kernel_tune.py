@@ -56,7 +56,7 @@ KNOBS = {
     "fused_step_first": _STEP,
     "fused_step_alone": _STEP,
     "fused_step_stochastic": _STEP,
-    "fused_step_whole": (_STEP[0], *_STEP[2:]),
+    "fused_step_whole": _STEP,
     "write_masters": (_STEP[0], *_STEP[2:]),
     "channel_scores": (
         Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
@@ -74,7 +74,8 @@ SHIPPED = {name: name for name in cards.TUNABLE} | {
     "fused_step_stochastic": "fused_step",
 }
 ONE_CLASS = ("select_channels", "stochastic_rounding")
-UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK"}  # by layout: what channel_scores does not read there
+# By layout, what channel_scores, or fused_step, does not read there.
+UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK", "whole": "FOLD_BLOCK"}
 
 Setting = dict[Knob, Any]
 
