@@ -60,6 +60,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
         "present_log": [
             {index: row[record.index] for index, record in _by_index(pipeline, indices)} for row in pipeline.present_log
         ],
+        "layout": [[indices[id(record.param)] for record in together] for together in laid_out(pipeline)],
         "norm_order": [
             indices[id(pipeline.records[number].param)] for number in pipeline.norm_order.records(len(pipeline.records))
         ],
@@ -115,6 +116,16 @@ def _gradients(pipeline: Pipeline, record: ParamRecord) -> dict[int, Tensor]:
         for number, (place, present) in enumerate(zip(pipeline.clock.rows(steps), latest, strict=True))
         if present[record.index]
     }
+
+
+def laid_out(pipeline: Pipeline) -> list[list[ParamRecord]]:
+    """The records that got their places at one time, of one dtype; buckets and launches are theirs alone."""
+    return [pipeline.records[table.first :][: len(table.entries)] for table in pipeline.tables]
+
+
+def saved_layout(everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> list[list[Newcomer]]:
+    """The parameters of a checked state, as they were laid out in the run that saved it; empty if it does not say."""
+    return [[everyone[index] for index in together] for together in state_dict["zenflow"].get("layout", [])]
 
 
 def saved_cohorts(everyone: Sequence[Newcomer], state_dict: dict[str, Any], config: ZenFlowConfig) -> dict[int, int]:

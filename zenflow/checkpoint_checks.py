@@ -90,9 +90,18 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
                 _check_window(engine, clock, newcomer, state[index], present)
         elif pipeline.clock.state.step and id(newcomer.param) in known:
             raise ValueError(f"the state has no entry for {newcomer.name}, which has been trained here already")
-    order = engine["norm_order"]
-    if not all(type(index) is int for index in order) or not set(order) <= set(state) or len(set(order)) < len(order):
-        raise ValueError(f"norm_order is {order} in the state; allowed is an order of its entries")
+    layout = engine.get("layout", [])
+    together = layout if isinstance(layout, list) and all(isinstance(part, list) for part in layout) else [[None]]
+    for name, given, order in (
+        ("layout", layout, [index for part in together for index in part]),
+        ("norm_order", engine["norm_order"], engine["norm_order"]),
+    ):
+        if (
+            not all(type(index) is int for index in order)
+            or not set(order) <= set(state)
+            or len(set(order)) < len(order)
+        ):
+            raise ValueError(f"{name} is {given} in the state; allowed is an order of its entries")
 
 
 def _check_config(mine: dict[str, Any], engine: dict[str, Any]) -> None:

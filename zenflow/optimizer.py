@@ -276,7 +276,8 @@ class ZenFlow(torch.optim.Optimizer):
                 )
             checkpoint_checks.check(pipeline, everyone, state_dict)
             saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]
-            self._lay_out_saved(saved, checkpoint.saved_cohorts(everyone, state_dict, self.config))
+            layout = checkpoint.saved_layout(everyone, state_dict)
+            self._lay_out_saved(saved, layout, checkpoint.saved_cohorts(everyone, state_dict, self.config))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if state:
             checkpoint.load(self._running(), state, state_dict["zenflow"], self._indices())
@@ -320,17 +321,21 @@ class ZenFlow(torch.optim.Optimizer):
     def _params(self) -> Iterator[Parameter]:
         return (param for group in self.param_groups for param in group["params"])
 
-    def _lay_out_saved(self, saved: list[Newcomer], cohorts: dict[int, int]) -> None:
-        """Give the parameters of a state that is to be loaded their places, in the cohorts that they had."""
+    def _lay_out_saved(self, saved: list[Newcomer], layout: list[list[Newcomer]], cohorts: dict[int, int]) -> None:
+        """Give the parameters of a state that is to be loaded their places: together, and in the cohorts, as they had
+        been, since buckets are tried (`upload_check`), and later ones find their cohorts, by what is there."""
         pipeline = self._running()
-        mine = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
-        if cohorts and not mine.items() <= cohorts.items():
-            # Later ones find their cohorts by what is there: it must be what was there.
+        mine = [[id(record.param) for record in together] for together in checkpoint.laid_out(pipeline)]
+        wanted = [[id(newcomer.param) for newcomer in together] for together in layout]
+        here = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
+        if (wanted and mine != wanted[: len(mine)]) or (cohorts and not here.items() <= cohorts.items()):
             pipeline.close()
             self._pipeline, self._known = Pipeline(self.config, pipeline.device, pipeline.telemetry), set()
         try:
-            missing = [newcomer for newcomer in saved if id(newcomer.param) not in self._known]
-            self._lay_out(missing, cohorts or None)
+            for together in (*layout, saved):
+                self._lay_out(
+                    [newcomer for newcomer in together if id(newcomer.param) not in self._known], cohorts or None
+                )
         except BaseException:
             if self._pipeline is not pipeline:
                 self.close(flush=False)

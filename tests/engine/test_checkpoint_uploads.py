@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.engine.driving import Builder, assert_same_bits
-from tests.engine.resuming import assert_same_state
+from tests.engine.driving import Builder, assert_same_bits, make_gradients
+from tests.engine.resuming import Script, Step, assert_same_state, check_resumed
 from tests.engine.test_upload_check import Detached
 from tests.engine.uploading import SETTINGS
 from zenflow import ZenFlow
@@ -50,6 +51,28 @@ def test_i7_a_model_whose_weights_are_used_late(
     for (name, weight), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
         assert_same_bits(other, weight, name)
     assert_same_state(resumed.state_dict(), engine.state_dict())
+
+
+@pytest.mark.parametrize("event", ["late", "frozen"])
+@pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
+def test_i7_buckets_are_tried_as_they_were_laid_out(
+    event: str, stagger: bool, device: str, build: Builder, tmp_path: Path
+) -> None:
+    """A parameter that came later has a bucket of its own, and one that is frozen by now has not: buckets pass the
+    check when all of their parameters have gradients, which here is in different steps."""
+    shapes = [(6, 8), (8, 6), (6, 8)]
+    steps = [Step([*grads]) for grads in make_gradients(shapes, torch.bfloat16, 14)]
+    for number in (*range(4, 14, 3), *range(5, 14, 3)):
+        steps[number].grads[0] = None
+    groups = [([0, 1, 2], {"lr": 0.02})]
+    if event == "late":
+        steps[2].added = [2]
+        groups = [([0, 1], {"lr": 0.02})]
+    else:
+        steps[3].frozen = {1: True}
+    settings = {"topk_ratio": 0.2, "update_interval": 2, "select_interval": 50, "stagger": stagger}
+    script = Script(shapes, [torch.bfloat16] * 3, settings, groups, [], steps)
+    check_resumed(script, [4, 5, 7], device, build, tmp_path)
 
 
 class Healthy(nn.Module):
@@ -103,4 +126,16 @@ def test_what_uploads_never_save_is_refused(uploads: dict[str, Any], device: str
     state = engine.state_dict()
     state["zenflow"]["uploads"] = uploads
     with pytest.raises(ValueError, match="uploads are"):
+        engine.load_state_dict(state)
+
+
+@pytest.mark.parametrize("layout", [3, [0, 1], [[0], [0]], [["0"]], [[0, 99]]], ids=str)
+def test_what_no_layout_is_is_refused(layout: Any, device: str, build: Builder) -> None:
+    model = Healthy().to(device)
+    engine = build(model.parameters(), **SETTINGS)
+    train(model, engine, [torch.ones(3, 12, device=device)])
+    state = engine.state_dict()
+    assert state["zenflow"]["layout"] == [[0, 1, 2, 3]]
+    state["zenflow"]["layout"] = layout
+    with pytest.raises(ValueError, match=r"layout is .* in the state; allowed is an order of its entries"):
         engine.load_state_dict(state)
