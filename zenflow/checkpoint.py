@@ -4,13 +4,17 @@ Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, 
 `[channels]` (`[1]` with `whole: True`); `selected` int64, and `owned`, false until the first selection; of its running
 window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
 (`gradients`, by number from 0); its `cohort`, with `stagger`; and, only while a deferred result is on its way, the
-`weight` that is visible meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Under
-`zenflow`: clock and counters, the running windows' scalars, presence and log, the order of the norm's sums, what
-uploads have learned of the model, and the configuration that shaped all this.
+`weight` that is visible meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Where
+results are predicted, what is on its way is there too, as `pending_weight`, if it is not the rounded master, and with
+nothing on its way the visible `weight`, if it is not. Under `zenflow`: clock and counters, the running windows'
+scalars, presence and log, the order of the norm's sums, what uploads have learned of the model, and the configuration
+that shaped all this.
 
 A state moves freely between devices, bucket sizes, worker threads and upload settings; between values of
 `accumulate_on`, `ring_dtype` and `update_interval` at a window's end, which `flush()` makes, and in the middle of a
-window from `accumulate_on: host` to `gpu`: its gradients are summed here as they would have been on the device.
+window from `accumulate_on: host` to `gpu`: its gradients are summed here as they would have been on the device. It also
+moves between values of `weight_prediction`: what is visible and on its way stays what it is, except where predictions
+come to a run that makes none. That shows masters at once.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ from zenflow_kernels.control import LOG_CLIP, LOG_FINITE, LOG_INV_SCALE, LOG_WOR
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.channel_state import full_state, full_step
-from zenflow.checkpoint_checks import FORMAT, STATES, State
+from zenflow.checkpoint_checks import FORMAT, STATES, State, predicts
 from zenflow.config import ZenFlowConfig
 from zenflow.outside import adopt_outside_changes, pending_hyper
 from zenflow.pipeline import Pipeline
+from zenflow.predictions import coming_shadow, coming_turn, saved_predictions
 from zenflow.storage import Newcomer, ParamRecord
-from zenflow.uploads import Sent
 
 
 def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, Any]]:
@@ -104,6 +108,8 @@ def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *,
         if pending:
             entry["weight"] = record.weight.to("cpu", copy=True).view(shape)
             entry["pending_hyper"] = pending_hyper(pipeline, record).tolist()
+        if record.storage.segment.predicted:
+            entry |= saved_predictions(record, entry["master"], pending=pending)
     return entry
 
 
@@ -149,23 +155,25 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     pipeline.make_visible()
     pipeline.clock.load_state_dict(engine["clock"])
     pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
+    if predicts(engine["config"]) and not pipeline.config.predicts:
+        state = {index: _without_predictions(entry) for index, entry in state.items()}
     for record in pipeline.records:
         entry = state.get(indices[id(record.param)])
         if entry is not None:
             _load_record(pipeline, record, entry, engine["window_log"])
         elif record.storage is not None:
-            record.host_shadow.copy_(record.weight)  # what its bucket uploads with the others' pending results
+            _fill_shadows(record, record.weight)  # what its bucket uploads with the others' pending results
     pending = {record.storage for record in pipeline.records if record.index in pipeline.loaded_hyper}
     for record in pipeline.records:  # those without a pending result of their own wait for no update
         if record.storage in pending:
             pipeline.loaded_hyper.setdefault(record.index, np.empty((0, 5)))
-    # The worker has nothing to do with them: their slot is the last that it has finished.
-    pipeline.uploads.pending = [
-        Sent(storage, bucket, pipeline.sender.sent, turn=0, window=0, due=pipeline.clock.due(storage.cohort))
-        for storage in pipeline.storages
-        if storage in pending
-        for bucket in storage.segment.buckets
-    ]
+    pipeline.uploads.pending = []
+    for storage in pipeline.storages:
+        storage.shows_prediction = storage.segment.predicted
+        if storage in pending:
+            pipeline.uploads.pending += pipeline.finished(
+                storage, coming_turn(storage), predicted=storage.segment.predicted
+            )
     steps = [entry["step"] for entry in state.values()]
     pipeline.highest_t = max((int(step.max()) for step in steps if step.numel()), default=0)
     pipeline.counters.update(engine["counters"])
@@ -204,11 +212,12 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any],
             compact.copy_(gather_channels(tensor, selected, record.kind, validate=False).to(device))
             if number:
                 host.index_fill_(0 if record.kind == "row" else 1, selected, 0)
-    record.host_shadow.copy_(whole[0])
+    _fill_shadows(record, visible)
+    if "pending_hyper" in entry:
+        pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
+        coming_shadow(record).copy_(entry.get("pending_weight", entry["master"]).reshape(shape))
     record.host_step.copy_(step)
     record.install_owners(selected.clone(), selected.to(device), step[selected], owned=entry["owned"])
-    if "weight" in entry:
-        pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
     pipeline.control.count[record.index] = entry["count"]
     places = pipeline.clock.rows(pipeline.running_steps(record.storage.cohort))
     if record.accumulator is None:
@@ -218,6 +227,17 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any],
         record.accumulator.copy_(_summed(record, entry["gradients"], window_log, places))
     elif entry["count"]:
         record.accumulator.copy_(entry["accumulator"].reshape(shape))
+
+
+def _fill_shadows(record: ParamRecord, weight: Tensor) -> None:
+    """Whatever is uploaded next is what is visible now."""
+    for shadow in record.host_shadows:
+        shadow.copy_(weight)
+
+
+def _without_predictions(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a parameter whose last result is visible as it is, with nothing on its way."""
+    return {name: value for name, value in entry.items() if name not in ("weight", "pending_hyper", "pending_weight")}
 
 
 def _summed(record: ParamRecord, gradients: dict[int, Tensor], window_log: Tensor, places: Sequence[int]) -> Tensor:

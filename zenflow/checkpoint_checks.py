@@ -33,6 +33,13 @@ ENGINE_KEYS = {
 # Which channels there are, how many are selected, and when a result is visible.
 SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "stagger", "visible_after")
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
+WEIGHTS = ("weight", "pending_weight")  # that are visible and on their way
+
+
+def predicts(config: dict[str, Any]) -> bool:
+    """Whether results were shown as predictions where a state has this configuration, which may lack the setting."""
+    factor = config.get("weight_prediction", 0.0)
+    return type(factor) is float and factor > 0 and _equal(config.get("overlap_step"), True)
 
 
 def check_form(state_dict: dict[str, Any], numbers: Sequence[Sequence[int]]) -> None:
@@ -211,7 +218,7 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
             raise ValueError(f"owned of {newcomer.name} is {entry['owned']!r}; allowed are True and False")
         n = count_selected(config.topk_ratio, channels) if entry["owned"] else 0
         shapes["selected"] = (n,), torch.int64
-        shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", "weight") if name in entry}
+        shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", *WEIGHTS) if name in entry}
     for name, (shape, dtype) in shapes.items():
         _check_tensor(newcomer, name, entry[name], shape, dtype)
     for name in STATES:
@@ -244,8 +251,10 @@ def _check_window(
     counted = [bool(log[row, LOG_FINITE]) for row, had in zip(clock.rows(steps), present, strict=True) if had]
     if type(entry["count"]) is not int or entry["count"] != sum(counted):
         raise ValueError(f"count of {newcomer.name} is {entry['count']!r}; its steps that were counted are {counted}")
-    if ("weight" in entry) != ("pending_hyper" in entry):
-        raise ValueError(f"the state of {newcomer.name} has only one of weight and pending_hyper")
+    has = {name for name in (*WEIGHTS, "pending_hyper") if name in entry}
+    predicted = [{"weight"}, {"weight", "pending_weight", "pending_hyper"}] if predicts(engine["config"]) else []
+    if has not in (allowed := [set(), {"weight", "pending_hyper"}, *predicted]):
+        raise ValueError(f"the state of {newcomer.name} has {sorted(has)}; allowed are {list(map(sorted, allowed))}")
     if _equal(engine["config"].get("accumulate_on"), "host"):
         _check_gradients(newcomer, entry.get("gradients"), present)
     elif entry["count"] and "accumulator" not in entry:

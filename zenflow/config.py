@@ -71,6 +71,10 @@ class ZenFlowConfig:
     """Steps from a window's last to the one at whose end its result is visible, 1 to U; auto: U, or with `stagger` 2 at
     most. Only auto under `overlap_step: false`."""
 
+    weight_prediction: float = 0.0
+    """a, 0 to 2: a result that becomes visible late is shown as `master + a * (the window's update)`, because weights
+    and gradients will have gone on by then. Masters never hold a prediction, nor do weights after `flush()`. 0: off."""
+
     channel_dim: Literal["column", "row"] = "column"
     """What a channel is in `[shape[0], prod(shape[1:])]`: an input feature (column) or an output feature (row)."""
 
@@ -188,6 +192,11 @@ class ZenFlowConfig:
             return usual_delay(longest, overlap_step=self.overlap_step, stagger=self.stagger)
         return self.visible_after
 
+    @property
+    def predicts(self) -> bool:
+        """Whether results are shown as predictions: under `overlap_step: false` none is late."""
+        return self.overlap_step and self.weight_prediction > 0
+
     @classmethod
     def from_deepspeed(cls, source: str | PathLike[str] | Mapping[str, Any], **overrides: Any) -> ZenFlowConfig:
         """Read a DeepSpeed configuration (a JSON file's path, or the dictionary) with a `zenflow` block.
@@ -269,6 +278,7 @@ def _either(*choices: str | None) -> str:
 
 
 _SHARE = "a number from 0 to 1", lambda value: 0 <= value <= 1
+_FACTOR = "a number from 0 to 2", lambda value: 0 <= value <= 2
 _POSITIVE = "a finite number > 0", lambda value: 0 < value < math.inf
 _RULES = {
     "topk_ratio": _number(*_SHARE, "auto"),
@@ -280,6 +290,7 @@ _RULES = {
     "overlap_step": _switch(),
     "stagger": _switch(),
     "visible_after": _integer(1, "auto"),
+    "weight_prediction": _number(*_FACTOR),
     "channel_dim": _word("column", "row"),
     "importance": _word("square", "magnitude"),
     "deferred_rule": _word("accumulate", "replay"),

@@ -9,6 +9,10 @@ Gradients come from the ring's lanes: one lane with the window's clipped sum, or
 effective gradient is `(g * inv_scale) * clip`. Sums are taken in fp32 in the order of the steps. Gradients are finite,
 but a sum may have left its dtype: its mean then counts as the largest fp32 number. What AdamW makes of that, v = inf
 and no step, it makes of every mean above 1.8e19, so the weights are those of the exact one.
+
+What goes out is the rounded master or, of a window whose result is shown late under `weight_prediction: a`, the rounded
+`new + a * (new - old)`: the master after the window's update, and a times what that update has changed, decay included,
+each operation rounded to fp32. The master itself stays what it is. Of a matrix without a counted step it is the master.
 """
 
 from __future__ import annotations
@@ -92,14 +96,16 @@ class Plan:
 
     update: Update
     lanes: np.ndarray  # LANE [n]
-    row: tuple[int, ...] = field(init=False)  # as a PLAN record, which refers to the arrays above
+    prediction: float = 0.0  # so many times is the master's change added to what goes out; rounded to fp32
+    row: tuple[float, ...] = field(init=False)  # as a PLAN record, which refers to the arrays above
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prediction", float(np.float32(self.prediction)))
         update, count = self.update, self.update.constants.size // 7
         assert len(self.lanes) >= 1 and count in (1, len(self.lanes)), (count, len(self.lanes))
         arrays = update.constants, update.step_size, update.denom_scale, self.lanes
         addresses = [array.ctypes.data for array in arrays]
-        row = (*addresses, count, len(self.lanes), update.step_size.size // count)
+        row = (*addresses, count, len(self.lanes), update.step_size.size // count, self.prediction)
         object.__setattr__(self, "row", row)
 
     @property
@@ -113,7 +119,7 @@ class Arrays:
     """The flat arrays of one segment, `[numel]` each, the ring `[lanes * numel]`.
 
     master, exp_avg, exp_avg_sq fp32; ring uint8, elements of `ring_dtype`; out uint16, the bits of `out_dtype`
-    (bfloat16 or float16), or None with None. The pass is fastest where all start at a cache line.
+    (bfloat16 or float16), or fp32 with float32, or None with None. The pass is fastest where all start at a cache line.
     """
 
     master: np.ndarray
@@ -142,6 +148,7 @@ class SegmentPass:
     ) -> None:
         self.arrays, self.matrices, self.buckets = arrays, matrices, buckets
         self.threads, self.library = threads, library
+        self.out = arrays.out
         self.plans: list[Plan | None] = [None] * len(matrices)
         flat = arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.ring
         out = 0 if arrays.out is None else arrays.out.ctypes.data
@@ -160,13 +167,18 @@ class SegmentPass:
         rows = piece.row_stop - piece.row_start
         return piece.matrix, piece.offset, rows, matrix.cols, piece.row_start, matrix.channel_dim == "column"
 
+    def write_to(self, out: np.ndarray) -> None:
+        """From now on the rounded weights go to another array like `arrays.out`."""
+        self.out = out
+        self._arrays["out"] = out.ctypes.data
+
     def set_plan(self, matrix: int, plan: Plan | None) -> None:
         """What `run` does to the matrix from now on; None: nothing but writing the rounded master to `out`."""
         self.plans[matrix] = plan
         self._plans[matrix] = (0,) * len(PLAN) if plan is None else plan.row
 
     def run(self, bucket: int) -> None:
-        """Update master and moments of the bucket's pieces by their matrices' plans, and round the masters to `out`."""
+        """Update master and moments of the bucket's pieces by their matrices' plans, and write what is to be seen."""
         if self.library is not None:
             self.library.run_pass(*self._calls[bucket], self.threads)
             return
@@ -185,15 +197,17 @@ class SegmentPass:
         updates = [] if plan is None else list(_updates_in_torch(plan, matrix, piece))
         for part in chunks(*shape, 1 << 20):
             cut = [x[part] for x in state]
+            old = cut[0].clone() if plan is not None and plan.prediction else None
             if plan is not None:
                 scaled = (
                     (grad[part].float() * float(lane["inv_scale"])) * float(lane["clip"])
                     for grad, lane in zip(grads, plan.lanes, strict=True)
                 )
                 _apply_in_torch(cut, scaled, updates, part)
-            if arrays.out is not None:
-                out = torch.from_numpy(arrays.out[span]).view(getattr(torch, arrays.out_dtype)).view(shape)[part]
-                out.copy_(cut[0])
+            if self.out is not None:
+                shown = cut[0] if old is None else cut[0] + plan.prediction * (cut[0] - old)
+                out = torch.from_numpy(self.out[span]).view(getattr(torch, arrays.out_dtype)).view(shape)[part]
+                out.copy_(shown)
                 # One NaN for all: torch's vector and scalar code write different ones.
                 out[out != out] = float("nan")
 

@@ -72,6 +72,16 @@ class Segment:
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
     lanes: int = 1  # gradients that the ring holds side by side: 1, or 2 * max_steps
+    predicted: bool = False  # results are shown as predictions
+
+    @property
+    def shadows(self) -> int:
+        """How often the host holds what is shown: once, and not at all for fp32 weights, whose shadow is the master.
+
+        A prediction cannot be told from the master: there it is twice, for windows in turn, so that what is visible
+        stays while the worker writes what comes next.
+        """
+        return 2 if self.predicted else int(self.weight_dtype != "float32")
 
     @property
     def keeps_steps(self) -> bool:
@@ -99,10 +109,11 @@ def lay_out(
     n_groups: int,
     bucket_bytes: int,
     lanes: int = 1,
+    predicted: bool = False,
 ) -> Segment:
     """Place matrices `(rows, cols, group)`, none of them empty, in the order in which they shall travel.
 
-    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger. lanes: see `Segment`.
+    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger. lanes, predicted: see `Segment`.
     """
     assert lanes in (1, 2 * max_steps), f"{lanes} lanes for windows of {max_steps} steps"
     assert all(rows > 0 and cols > 0 for rows, cols, _ in shapes), shapes
@@ -121,7 +132,9 @@ def lay_out(
         step_offset += matrix.channels
         offset += -(-matrix.numel // align) * align
     buckets = _pack(matrices, pieces, capacity)
-    return Segment(index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), buckets, lanes)
+    return Segment(
+        index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), buckets, lanes, predicted
+    )
 
 
 def _pack(matrices: list[Matrix], pieces: list[Piece], capacity: int) -> tuple[Bucket, ...]:

@@ -161,6 +161,7 @@ def _start_worker(pipeline: Pipeline) -> WorkerClient:
         deferred_rule=config.deferred_rule,
         deferred_lr_scale=config.deferred_lr_scale,
         adapt_threads=bind and config.worker_threads == "auto",
+        weight_prediction=config.weight_prediction,
     )
     client = WorkerClient(settings=settings, cores=cores.worker_cores, threads=cores.worker_threads)
     if bind:

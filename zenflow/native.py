@@ -27,7 +27,7 @@ FLAGS = (
     *("-fopenmp", "-std=gnu11", "-shared", "-fPIC"),
 )
 GRAD_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
-OUT_KINDS = {None: 0, "bfloat16": 1, "float16": 2}
+OUT_KINDS = {None: 0, "bfloat16": 1, "float16": 2, "float32": 3}
 log = logging.getLogger("zenflow")
 
 
@@ -40,7 +40,8 @@ ARRAYS = _structure(master="i8", exp_avg="i8", exp_avg_sq="i8", ring="i8", out="
 PIECE = _structure(matrix="i8", offset="i8", rows="i8", cols="i8", row_start="i8", by_column="i8")
 LANE = _structure(offset="i8", inv_scale="f4", clip="f4")
 PLAN = _structure(
-    constants="i8", step_size="i8", denom_scale="i8", lanes="i8", n_updates="i8", n_lanes="i8", n_factors="i8"
+    **dict.fromkeys(("constants", "step_size", "denom_scale", "lanes", "n_updates", "n_lanes", "n_factors"), "i8"),
+    prediction="f8",
 )
 ORDER = _structure(
     **dict.fromkeys(("state", "block", "leave", "enter", "n_leave", "n_enter"), "i8"),

@@ -4,7 +4,7 @@ In-place changes (`load_state_dict`, an EMA swap, clamping, surgery on a row) bu
 where the pipeline's own writes do, `record.version` follows. Then each element is compared with what was visible, and
 only where it differs does the master follow the weight. What was visible is the rounded master, except while a deferred
 result is on its way: then the master has moved on already, and what it was before is reckoned back from the update it
-received.
+received. Where results are shown as predictions, the second of the two shadows has kept what was visible.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.cpu_pass import plan_update
-from zenflow.storage import ParamRecord, view_of_its_own
+from zenflow.predictions import visible_shadow
+from zenflow.storage import ParamRecord, bits, view_of_its_own
 
 if TYPE_CHECKING:
     from zenflow.pipeline import Pipeline
 
 logger = logging.getLogger("zenflow")
 
-_BITS = {2: torch.int16, 4: torch.int32}
 _CHUNK = 1 << 22  # elements that are widened to float64 at once
 # Share of the magnitudes that meet in an update: above the sum of its roundings, far below a step of bf16.
 _ROUNDING = 2.0**-21
@@ -63,30 +63,34 @@ def _move_back(record: ParamRecord) -> Tensor:
         )
     with torch.no_grad():
         new = param.data.reshape(weight.shape)
-        changed = _bits(new) != _bits(weight)
+        changed = bits(new) != bits(weight)
         weight.copy_(new)
         param.data = view_of_its_own(weight, param.shape)
     return changed
 
 
 def _follow_weights(pipeline: Pipeline, record: ParamRecord, changed: Tensor | None, pending: bool) -> None:
-    """Masters follow the weights where they changed; so does, while it is `pending`, the result to be uploaded."""
+    """Masters follow the weights where they changed; so does, while it is `pending`, the result to be uploaded, and
+    what is kept of the visible weights."""
     if record.kind == "whole":
         _follow(record.master, record.weight)
         return
     if record.selected.numel():
         index = record.selected.to(record.weight.device)
         _follow(record.master, gather_channels(record.weight, index, record.kind, validate=False))
-    master, shadow, weight = record.host[0], record.host_shadow, record.weight.cpu()
-    if changed is None and pending:
+    master, weight, predicted = record.host[0], record.weight.cpu(), record.storage.segment.predicted
+    if changed is None and predicted:
+        changed = bits(visible_shadow(record, pending=pending)) != bits(weight)
+    elif changed is None and pending:
         changed = _changed_while_pending(pipeline, record, weight)
     if changed is None:
         _follow(master, weight)
         return
     changed = changed.cpu()
     master.copy_(torch.where(changed, weight.to(torch.float32), master))
-    if pending:
-        shadow.copy_(torch.where(changed, weight, shadow))
+    if pending or predicted:
+        for shadow in record.host_shadows:
+            shadow.copy_(torch.where(changed, weight, shadow))
 
 
 def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tensor) -> Tensor:
@@ -100,7 +104,7 @@ def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tens
     master, exp_avg, exp_avg_sq = record.host
     hyper = pending_hyper(pipeline, record)
     if not len(hyper):
-        return _bits(master.to(weight.dtype)) != _bits(weight)
+        return bits(master.to(weight.dtype)) != bits(weight)
     received = record.host_step.numpy() - 1  # before the update
     update = plan_update(hyper, received, pipeline.config.deferred_lr_scale)
     eps, decay = (float(value) for value in update.constants[4:6])
@@ -139,10 +143,5 @@ def pending_hyper(pipeline: Pipeline, record: ParamRecord) -> np.ndarray:
 
 def _follow(master: Tensor, weight: Tensor) -> None:
     """master := weight where the weight is not the rounded master, bit for bit."""
-    changed = _bits(master.to(weight.dtype)) != _bits(weight)
+    changed = bits(master.to(weight.dtype)) != bits(weight)
     master.copy_(torch.where(changed, weight.to(torch.float32), master))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that NaN and signed zeros compare as what they are."""
-    return tensor.view(_BITS[tensor.element_size()])

@@ -6,7 +6,9 @@ channels and folds the others into the accumulator. Nothing here waits for the d
 Phase 3, a window's end, for the cohorts for which it is one (`window.py`): each bucket's accumulator goes to its ring
 slot on the copy stream, under the next step's compute; the slot's `ready` word follows it on the same stream
 (`sending.py`).
-Phase 4, the worker: one pass over memory a slot, in order; then `done`.
+Phase 4, the worker: one pass over memory a slot, in order; then `done`. Under `weight_prediction` a result that will be
+shown late is written as a prediction (`cpu_pass.py`), of two shadows in turn to the one that does not hold what is
+visible; masters, what is shown at once, and what `flush()` leaves are no predictions.
 Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, in this step (staleness
 0) or, from backward on, in the one that comes `visible_after` steps later (staleness 1), the next window's last at
 most; then the selected channels, which the shadow does not know, are written over it (`uploads.py`).
@@ -38,6 +40,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.norm_order import NormOrder
 from zenflow.outside import adopt_outside_changes
+from zenflow.predictions import replace_predictions
 from zenflow.scalars import StepScalars
 from zenflow.selection import choose_channels, give_owners
 from zenflow.sending import Sender, Windows, trace_worker
@@ -189,7 +192,7 @@ class Pipeline:
         sent: list[Sent] = []
         if ends:
             lengths = {cohort: self.clock.length(cohort) + 1 for cohort in ends}
-            sent = self._send_window(lengths, plan.position + 1, urgent=prompt)
+            sent = self._send_window(lengths, plan.position + 1, prompt=prompt)
         if due:
             self._land(due)
         self.uploads.pending += sent
@@ -208,15 +211,16 @@ class Pipeline:
             return 0
         return 1 if due else None
 
-    def _send_window(self, lengths: dict[int, int], end: int, urgent: bool) -> list[Sent]:
+    def _send_window(self, lengths: dict[int, int], end: int, prompt: bool) -> list[Sent]:
         """Send the windows of some cohorts, `lengths` steps each; `end`: the clock's position after their last.
 
-        urgent: somebody waits for their results.
+        prompt: somebody waits for their results, which become visible at once.
         """
         clock = self.clock
         windows = Windows(
             self.logged, lengths, end, np.array(self.hyper_log), np.array(self.present_log),
-            due=clock.state.step + clock.visible_after, urgent=urgent or clock.hurried,
+            due=clock.state.step + clock.visible_after, urgent=prompt or clock.hurried,
+            predict=self.config.predicts and not prompt,
         )  # fmt: skip
         sent = self.sender.send_windows(self.storages, windows, self.control.window_log)
         self.counters["windows"] += 1
@@ -287,14 +291,20 @@ class Pipeline:
         running = {cohort: self.clock.length(cohort) for cohort in self.clock.running}
         if running:
             self.stepping = True  # a window that is sent in part is as bad as a step that is
-            self.uploads.pending = self._send_window(running, self.clock.state.position, urgent=True)
+            self.uploads.pending = self._send_window(running, self.clock.state.position, prompt=True)
             self.stepping = False
         self.clock.restart()
         self._trim_logs()
         self.wait_for_worker()
+        replace_predictions(self)
         self.make_visible()
         self.write_selected()
         self.prepare_backward()
+
+    def finished(self, storage: SegmentStorage, turn: int, predicted: bool = False) -> list[Sent]:
+        """A segment's shadow as a result for which the worker has nothing to do, due when its last window's is."""
+        last, due = self.sender.sent, self.clock.due(storage.cohort)
+        return [Sent(storage, bucket, last, turn, 0, due, predicted) for bucket in storage.segment.buckets]
 
     # Selection
 

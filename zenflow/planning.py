@@ -28,7 +28,7 @@ class SegmentWork:
         self._begun = [[p.matrix for p in bucket.pieces if p.row_start == 0] for bucket in segment.buckets]
         self._ended = [[p.matrix for p in bucket.pieces if p.last] for bucket in segment.buckets]
         arrays = Arrays(
-            memory.master, memory.exp_avg, memory.exp_avg_sq, memory.ring, memory.shadow,
+            memory.master, memory.exp_avg, memory.exp_avg_sq, memory.ring, memory.shadow_of(0),
             segment.ring_dtype, None if memory.shadow is None else segment.weight_dtype,
         )  # fmt: skip
         pieces = [bucket.pieces for bucket in segment.buckets]
@@ -43,6 +43,8 @@ class SegmentWork:
         """Update the bucket's part of master, moments and shadow, and t where a matrix ends. TornSlotError."""
         slot = self.memory.read_slot(bucket, seq, turn)
         if bucket == 0:
+            if self.memory.segment.predicted:
+                self._pass.write_to(self.memory.shadow_of(turn))
             bounds = [
                 extreme.reduceat(self.memory.channel_step, self._first_channel) for extreme in (np.minimum, np.maximum)
             ]
@@ -98,10 +100,11 @@ class WindowPlans:
         return self._shared[key]
 
     def _make(self, group: int, counted: np.ndarray, channel_step: np.ndarray) -> Plan:
-        hyper, lanes = self.slot.hyper[counted, group], self._lanes_of(counted)
-        if self.settings.deferred_rule == "replay":
-            return Plan(plan_replay(hyper, channel_step), lanes)
-        return Plan(plan_update(hyper, channel_step, self.settings.deferred_lr_scale), lanes)
+        hyper, lanes, settings = self.slot.hyper[counted, group], self._lanes_of(counted), self.settings
+        prediction = settings.weight_prediction if self.slot.predict else 0.0
+        if settings.deferred_rule == "replay":
+            return Plan(plan_replay(hyper, channel_step), lanes, prediction)
+        return Plan(plan_update(hyper, channel_step, settings.deferred_lr_scale), lanes, prediction)
 
     def _lanes_of(self, counted: np.ndarray) -> np.ndarray:
         key, segment, slot = counted.tobytes(), self.memory.segment, self.slot

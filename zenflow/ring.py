@@ -14,7 +14,7 @@ of the first, window, steps and the place of their first, scalars, presence, che
 each of the latest `max_steps` steps, taken in turn) and one slot record a bucket (`ready`,
 and the worker's times). A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done`
 has reached the last number that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it
-has reached the bucket's last number.
+has reached the bucket's last number. Two shadows go by turns too.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class WorkerSettings:
     deferred_lr_scale: str | float = "linear"  # "linear" | "none" | factor; of `accumulate` only
     deferred_rule: str = "accumulate"  # "accumulate" | "replay", which needs a ring with a lane a step
     adapt_threads: bool = False  # take no more threads than each window's time asks for, see `Pace`
+    weight_prediction: float = 0.0  # a of the windows that are to be predicted
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Layout:
             "window": ("u8", 8),
             "segment": ("u4", 16),
             "n_steps": ("u4", 20),
-            "urgent": ("u4", 24),
+            "urgent": ("u2", 24),
+            "predict": ("u2", 26),
             "first": ("u4", 28),
             "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 32),
             "present": (("u1", (steps, matrices)), present),
@@ -103,6 +105,7 @@ class Slot:
     clip: np.ndarray  # float32 [n_steps]: the step's clipping factor
     inv_scale: np.ndarray  # float32 [n_steps]: 1 / its loss scale
     places: np.ndarray  # int64 [n_steps]: the step's among the lanes of a ring that keeps them
+    predict: bool  # its result is shown late, as a prediction
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,10 @@ class SlotRecord:
 class SegmentMemory:
     """The arenas of one segment and the views of them that both processes use.
 
-    ring: uint8 `[lanes * numel * itemsize of the ring]`; shadow: uint16 `[numel]` (bits of the weights), None for fp32
-    weights, whose shadow is the master; master, exp_avg, exp_avg_sq: float32 `[numel]`; channel_step: int32
-    `[n_channels]`, the AdamW updates a channel has received. windows: structured `[2]`, slots: structured
-    `[2, n_buckets]`, see `Layout`, a row a turn. After `close()` all are empty.
+    ring: uint8 `[lanes * numel * itemsize of the ring]`; shadow: uint16 (bits of the weights) or float32, `[shadows *
+    numel]`, None for fp32 weights whose shadow is the master; master, exp_avg, exp_avg_sq: float32 `[numel]`;
+    channel_step: int32 `[n_channels]`, the AdamW updates a channel has received. windows: structured `[2]`, slots:
+    structured `[2, n_buckets]`, see `Layout`, a row a turn. After `close()` all are empty.
     """
 
     def __init__(self, segment: Segment, arenas: Sequence[Arena]) -> None:
@@ -143,8 +146,9 @@ class SegmentMemory:
         )
         self.channel_step = state.array(np.int32, offsets["channel_step"], segment.n_channels)
         self.shadow: np.ndarray | None = None
-        if segment.weight_dtype != "float32":
-            self.shadow = self.arenas[2].array(np.uint16, 0, numel)
+        if segment.shadows:
+            bits = np.float32 if segment.weight_dtype == "float32" else np.uint16
+            self.shadow = self.arenas[2].array(bits, 0, segment.shadows * numel)
         self._fields = {name: self.windows[name] for name in self.layout.window.names}
         self._host = front.array(np.uint8, 0, self.windows.nbytes).reshape(2, -1)[:, : self.layout.host_bytes]
         first = front.address + offsets["slots"]
@@ -185,6 +189,13 @@ class SegmentMemory:
         """The arenas' descriptors, in the order that `attach` takes."""
         return [arena.fd for arena in self.arenas]
 
+    def shadow_of(self, turn: int) -> np.ndarray | None:
+        """`[numel]` of `shadow`: where the worker writes the results of windows with the records of `turn`."""
+        if self.shadow is None:
+            return None
+        first = turn % self.segment.shadows * self.segment.numel
+        return self.shadow[first : first + self.segment.numel]
+
     def turn(self, bucket: int) -> int:
         """The records, 0 or 1, that the next `write_slot` of this bucket takes."""
         return self._uses[bucket] & 1
@@ -212,18 +223,19 @@ class SegmentMemory:
         present: ArrayLike,
         urgent: bool = False,
         first: int = 0,
+        predict: bool = False,
     ) -> int:
         """Write the host part of a slot: hyper `[n_steps, n_groups or more, 5]`, present `[n_steps, n_matrices]`.
 
         urgent: the trainer waits for this window's result. first: where its first step stands in the device's log, and
-        among the lanes of a ring that keeps steps; after the last place comes the first.
+        among the lanes of a ring that keeps steps; after the last place comes the first. predict: see `Slot`.
 
         The turn that it took. Buckets come in order; the first writes it for all of them, the others only take part.
         AssertionError if the worker has not finished with that turn's last window, or a bucket is out of order.
         """
         turn = self.turn(bucket)
         if bucket == 0:
-            self._write_window(turn, seq, window, n_steps, hyper, present, urgent, first)
+            self._write_window(turn, seq, window, n_steps, hyper, present, urgent, first, predict)
         else:
             assert self._uses[bucket] + 1 == self._uses[bucket - 1], f"bucket {bucket} before bucket {bucket - 1}"
             expected = self._last_seq[turn] - len(self._uses) + 1 + bucket
@@ -241,6 +253,7 @@ class SegmentMemory:
         present: ArrayLike,
         urgent: bool,
         first: int,
+        predict: bool,
     ) -> None:
         assert self.header is not None, "attach the memory to a worker first"
         last = self._last_seq[turn]
@@ -249,7 +262,7 @@ class SegmentMemory:
         fields = self._fields
         fields["seq"][turn], fields["window"][turn] = seq, window
         fields["segment"][turn], fields["n_steps"][turn] = self.segment.index, n_steps
-        fields["urgent"][turn], fields["first"][turn] = urgent, first
+        fields["urgent"][turn], fields["first"][turn], fields["predict"][turn] = urgent, first, predict
         fields["hyper"][turn, :n_steps] = np.asarray(hyper, dtype=np.float64)[:n_steps, : self.segment.n_groups]
         fields["present"][turn, :n_steps] = np.asarray(present)[:n_steps]
         fields["crc"][turn] = zlib.crc32(self._host[turn])
@@ -296,12 +309,13 @@ class SegmentMemory:
             clip=words[:, 1].copy().view(np.float32),
             inv_scale=words[:, 2].copy().view(np.float32),
             places=places,
+            predict=bool(self._fields["predict"][turn]),
         )
 
     def close(self) -> None:
         """Release memory and descriptors, once. Live views read zeros from now on, if this process made the memory."""
         self.ring = self._host = EMPTY
-        self.shadow = None if self.shadow is None else EMPTY.view(np.uint16)
+        self.shadow = None if self.shadow is None else EMPTY.view(self.shadow.dtype)
         self.master = self.exp_avg = self.exp_avg_sq = EMPTY.view(np.float32)
         self.channel_step = EMPTY.view(np.int32)
         self.windows, self.slots = np.empty(0, dtype=self.layout.window), np.empty((2, 0), dtype=self.layout.slot)
@@ -329,6 +343,6 @@ def _sizes(segment: Segment) -> tuple[list[int], dict[str, int]]:
     part = _up(4 * segment.numel, 4096) + STAGGER
     state = {"master": 0, "exp_avg": part, "exp_avg_sq": 2 * part, "channel_step": 3 * part}
     sizes = [ring_bytes, 3 * part + 4 * segment.n_channels]
-    if segment.weight_dtype != "float32":
-        sizes.append(2 * segment.numel)
+    if segment.shadows:
+        sizes.append(segment.shadows * segment.numel * ITEM_BYTES[segment.weight_dtype])
     return [_up(size, 4096) for size in sizes], {"slots": slots, "ring": ring, **state}

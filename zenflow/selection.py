@@ -27,6 +27,7 @@ from zenflow_kernels.topk import grouped_choices
 
 from zenflow.client import WorkerClient
 from zenflow.exchange import NOWHERE, Order
+from zenflow.predictions import note_weights
 from zenflow.storage import ParamRecord, SegmentStorage
 
 PART_BYTES = 32 << 20  # of values in a part, at most: a few milliseconds of the worker's time
@@ -80,6 +81,8 @@ def give_owners(
         there = [move for move in moves if move.record.storage is storage]
         _Exchange(storage, there, client, reset, traffic).run()
     for move in moves:
+        if move.record.storage.segment.predicted and len(move.leaving):
+            traffic.to_host += note_weights(move.record, torch.from_numpy(move.leaving))
         move.record.install_owners(move.selected, move.on_device, move.start)
     return traffic
 

@@ -36,7 +36,8 @@ class Windows:
 
     number: of all of them; lengths: steps, by cohort; end: the last step's place in the device's log, plus 1. hyper
     float64 `[steps, groups, 5]` and present bool `[steps, records]`, of the latest steps. due: the step at whose end
-    their results become visible; urgent: little time is left for them, so the worker shall take all its threads.
+    their results become visible; urgent: little time is left for them, so the worker shall take all its threads;
+    predict: they are shown as predictions.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Windows:
     present: np.ndarray
     due: int
     urgent: bool
+    predict: bool
 
 
 class Sender:
@@ -139,8 +141,10 @@ class Sender:
         first = (windows.end - steps) % storage.segment.max_steps
         for bucket in storage.segment.buckets:
             seq = self.sent + len(sent) + 1
-            turn = memory.write_slot(bucket.index, seq, windows.number, steps, hyper, present, windows.urgent, first)
-            sent.append(Sent(storage, bucket, seq, turn, windows.number, windows.due))
+            turn = memory.write_slot(
+                bucket.index, seq, windows.number, steps, hyper, present, windows.urgent, first, windows.predict
+            )
+            sent.append(Sent(storage, bucket, seq, turn, windows.number, windows.due, windows.predict))
             self._take_turns()
             with torch.cuda.stream(self.stream):
                 if bucket.index == 0:

@@ -26,6 +26,7 @@ from zenflow.ring import SegmentMemory
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,16 @@ class ParamRecord:
         first = self.matrix.step_offset
         return self.storage.channel_step[first : first + self.matrix.channels]
 
-    @property
-    def host_shadow(self) -> Tensor:
-        """What an upload would write, `[rows, cols]` in the weight's dtype."""
+    def host_shadow(self, turn: int) -> Tensor:
+        """What an upload of a window with the records of `turn` would write, `[rows, cols]` in the weight's dtype."""
         assert self.storage is not None and self.matrix is not None
         first, last = self.matrix.offset, self.matrix.offset + self.matrix.numel
-        return self.storage.shadow[first:last].view(self.weight.shape)
+        return self.storage.shadow(turn)[first:last].view(self.weight.shape)
+
+    @property
+    def host_shadows(self) -> list[Tensor]:
+        """The one that there is, or two."""
+        return [self.host_shadow(turn) for turn in range(len(self.storage.shadows))]
 
     def lane(self, turn: int, step: int) -> Tensor:
         """Where the ring keeps its raw gradient of one step, `[rows, cols]` on the host (`accumulate_on: host`)."""
@@ -213,9 +218,10 @@ class SegmentStorage:
     cohort: of all its matrices, see `window.py`.
 
     `weights` `[numel]` and `accumulator` `[numel]` (None where the worker sums the gradients) are on the device; `ring`
-    `[lanes * numel]` and `shadow` `[numel]` are their counterparts on the host, `state` the worker's master and
-    moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. For fp32 weights `shadow` is the master itself.
-    `logs` and `slots` are by turn, `slots` by bucket too.
+    `[lanes * numel]` and `shadows` `[numel]` are their counterparts on the host, `state` the worker's master and
+    moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. There is one shadow, for fp32 weights the master
+    itself, or two by turn where results are predicted; `shows_prediction`: some that are visible may be. `logs` and
+    `slots` are by turn, `slots` by bucket too.
     """
 
     def __init__(self, segment: Segment, cohort: int, device: torch.device, cores: Sequence[int]) -> None:
@@ -228,12 +234,16 @@ class SegmentStorage:
         self.ring = torch.from_numpy(memory.ring).view(ring_dtype)
         self.state = tuple(torch.from_numpy(flat) for flat in (memory.master, memory.exp_avg, memory.exp_avg_sq))
         self.channel_step = torch.from_numpy(memory.channel_step)
-        self.shadow = self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow).view(weight_dtype)
+        self.shadows = [self.state[0]]
+        if memory.shadow is not None:
+            flats = [memory.shadow_of(turn) for turn in range(segment.shadows)]
+            self.shadows = [torch.from_numpy(flat).view(weight_dtype) for flat in flats]
+        self.shows_prediction = False
         pins = Pins(device)
         # Also when nobody calls close(): memory that is unmapped while pinned poisons its addresses for the process.
         self._free = weakref.finalize(self, _free, pins, memory)
         pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
-        pins.add(self.shadow)
+        pins.add(self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow))
         self.logs = [torch.from_numpy(memory.slot_record(turn, 0).device_log) for turn in (0, 1)]
         self.slots = [[SlotWord(memory, turn, bucket.index, device) for bucket in segment.buckets] for turn in (0, 1)]
         self.weights = torch.zeros(segment.numel, dtype=weight_dtype, device=device)
@@ -254,18 +264,22 @@ class SegmentStorage:
         first = self.segment.lane(turn, step) * self.segment.numel
         return self.ring[first : first + self.segment.numel]
 
+    def shadow(self, turn: int) -> Tensor:
+        """`[numel]`: the results of windows with the records of `turn`."""
+        return self.shadows[turn % len(self.shadows)]
+
     def fill_host_from_weights(self) -> None:
-        """Shadow and master of every element from the weights on the device; synchronises."""
-        self.shadow.copy_(self.weights)
-        if self.shadow is not self.state[0]:
-            self.state[0].copy_(self.shadow)
+        """Shadows and master of every element from the weights on the device; synchronises."""
+        for shadow in self.shadows:
+            shadow.copy_(self.weights)
+        self.state[0].copy_(self.shadows[0])
 
     def close(self) -> None:
         """Unpin, give the shared memory back and drop every view of it; idempotent."""
         self._free()
         empty = torch.empty(0, device="cpu")
-        self.ring = self.shadow = self.channel_step = empty
-        self.state = (empty, empty, empty)
+        self.ring = self.channel_step = empty
+        self.state, self.shadows = (empty, empty, empty), [empty]
         self.logs, self.slots = [], []
 
 
@@ -281,6 +295,11 @@ class SlotWord:
         self.ready = torch.from_numpy(memory.slot_record(turn, bucket).ready)
         words = stream_words(device)
         self.address = 0 if words is None else words.device_address(self.ready.data_ptr())
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN and signed zeros compare as what they are."""
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def view_of_its_own(flat: Tensor, shape: torch.Size) -> Tensor:
@@ -307,6 +326,7 @@ def new_segment(
         n_groups=n_groups,
         bucket_bytes=config.bucket_bytes,
         lanes=2 * config.update_interval if on_host else 1,
+        predicted=config.predicts,
     )
 
 

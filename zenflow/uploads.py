@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -50,6 +50,7 @@ class Sent:
     turn: int  # which of the bucket's two slot records holds the window
     window: int
     due: int  # the step at whose end it becomes visible
+    predicted: bool = False  # its shadow may hold a prediction instead of the rounded masters
 
 
 class Uploads:
@@ -229,7 +230,7 @@ class Uploads:
     def _copy(self, sent: Sent) -> None:
         storage, bucket = sent.storage, sent.bucket
         part = slice(bucket.start, bucket.stop)
-        weights, shadow = storage.weights[part], storage.shadow[part]
+        weights, shadow = storage.weights[part], storage.shadow(sent.turn)[part]
         with span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window):
             if self._words is not None:
                 self._words.copy_to_device(self.stream, weights, shadow)
@@ -293,11 +294,14 @@ class Uploads:
             self._upload(sent)
 
     def rescue(self) -> None:
-        """Leave no weights in transit though the worker has failed: they take what its shadow holds."""
+        """Leave no weights in transit though the worker has failed: they take what its shadow holds.
+
+        Of two shadows that which the worker has not in hand: what was visible before.
+        """
         for sent in self.pending:
             members = sent.storage.members[sent.bucket.index]
             if sent not in self._queued and not self._held.isdisjoint(members):
-                self._copy(sent)
+                self._copy(replace(sent, turn=sent.turn ^ 1))
 
     def land(self, queued: Sequence[Sent]) -> None:
         """What the compute stream does from now on sees these uploads, all that are queued."""
@@ -307,6 +311,8 @@ class Uploads:
                 compute.wait_stream(self.stream)
         self._remove_hooks()
         landed = set(queued)
+        for sent in landed:
+            sent.storage.shows_prediction = sent.predicted
         self.pending = [sent for sent in self.pending if sent not in landed]
         self._queued, self._held, self._poisoned, self._begun = set(), set(), set(), False
 

@@ -24,6 +24,7 @@ BAD = {
     "overlap_step": ["true", "auto", 1, 0, None, 0.0],
     "stagger": ["true", "auto", 1, 0, None],
     "visible_after": [0, -1, 5, 2.0, True, NAN, "2", "AUTO", None, np.int64(0)],
+    "weight_prediction": [-0.1, 2.01, NAN, INF, True, "auto", None, np.float64(-1e-9), 10**400],
     "channel_dim": ["columns", 0, 1, None, True],
     "importance": ["squared", "abs", None, 2],
     "deferred_rule": ["replayed", "replay", None, True],
@@ -54,6 +55,7 @@ GOOD = {
     "overlap_step": [True, False, np.bool_(False)],
     "stagger": [True, False, np.bool_(True)],
     "visible_after": ["auto", 1, 4, np.int64(2)],
+    "weight_prediction": [0, 0.0, 0.5, 1, 2, np.float32(1.5)],
     "channel_dim": ["column", "row"],
     "importance": ["square", "magnitude"],
     "deferred_rule": ["accumulate"],
@@ -110,6 +112,7 @@ def test_defaults_are_the_documented_ones():
         "overlap_step": True,
         "stagger": False,
         "visible_after": "auto",
+        "weight_prediction": 0.0,
         "channel_dim": "column",
         "importance": "square",
         "deferred_rule": "accumulate",
@@ -174,6 +177,20 @@ def test_a_result_waits_for_its_next_window_s_end_at_most():
         ZenFlowConfig(update_interval=8, visible_after=9)
     with pytest.raises(ValueError, match=r"^visible_after is 1; allowed: 'auto' under overlap_step=False"):
         ZenFlowConfig(overlap_step=False, visible_after=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "predicts"),
+    [
+        ({}, False),
+        ({"weight_prediction": 1}, True),
+        ({"weight_prediction": 0.5, "stagger": True, "visible_after": 1}, True),
+        ({"weight_prediction": 1, "overlap_step": False}, False),
+    ],
+    ids=str,
+)
+def test_only_what_is_late_is_predicted(fields, predicts):
+    assert ZenFlowConfig(**fields).predicts is predicts
 
 
 def test_unknown_field_is_named():

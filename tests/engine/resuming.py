@@ -87,7 +87,7 @@ class Run:
     @torch.no_grad()
     def _swap(self) -> None:
         """Other weights, as for an evaluation with averaged ones, and the old ones again (X3)."""
-        if self.engine.config.deferred_rule == "replay":
+        if self.engine.config.deferred_rule == "replay" and not self.engine.config.predicts:
             self.engine.flush()
         kept = [parameter.clone() for parameter in self.parameters]
         for parameter in self.parameters:
@@ -229,6 +229,7 @@ def _draw_settings(draw: random.Random) -> dict[str, Any]:
         "overlap_step": overlap,
         "stagger": choose([False, True]),
         "visible_after": choose(["auto", 1, longest]) if overlap else "auto",
+        "weight_prediction": choose([0.0, 0.0, 1.0, 0.7]),
         "channel_dim": choose(["column", "row"]),
         "importance": choose(["square", "magnitude"]),
         "deferred_lr_scale": choose(["linear", "none", 0.7]),

@@ -30,6 +30,7 @@ DEFAULTS = {
     "overlap_step": True,
     "stagger": False,
     "visible_after": "auto",
+    "weight_prediction": 0.0,
     "channel_dim": "column",
     "importance": "square",
     "deferred_rule": "accumulate",
@@ -277,6 +278,7 @@ class Simulation:
             if state.pending is not None:
                 state.show(deferred, state.pending)
                 state.pending = None
+            old, predicted = state.master, bool(state.counted)
             if state.counted and self.settings["deferred_rule"] == "replay":
                 for group, scaled in zip(state.counted, state.kept, strict=True):
                     state.update(deferred, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
@@ -287,7 +289,10 @@ class Simulation:
                 state.update(deferred, mean.clamp(-LARGEST, LARGEST), state.counted[-1], lr, decay)
             state.accumulator, state.counted, state.kept = None, [], []
             if stale:
-                state.pending, state.age = state.master.to(state.visible.dtype), 0
+                coming = state.master
+                if predicted and self.settings["weight_prediction"]:
+                    coming = coming + f32(self.settings["weight_prediction"]) * (coming - old)
+                state.pending, state.age = coming.to(state.visible.dtype), 0
             else:
                 state.show_masters(deferred)
 

@@ -31,6 +31,12 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "half-delay-bf16": (torch.bfloat16, {"visible_after": 1}),
     "stochastic-bf16": (torch.bfloat16, {"selected_masters": "stochastic", "rounding_seed": 7}),
     "staggered-bf16": (torch.bfloat16, {"stagger": True}),
+    "predicted-bf16": (torch.bfloat16, {"weight_prediction": 1.0, "visible_after": 1}),
+    "predicted-fp32": (torch.float32, {"weight_prediction": 0.7, "stagger": True, "visible_after": 1}),
+    "predicted-replay": (
+        torch.bfloat16,
+        {"accumulate_on": "host", "deferred_rule": "replay", "weight_prediction": 1.5},
+    ),
     "staggered-host-fp32": (torch.float32, {"stagger": True, "accumulate_on": "host", "visible_after": 3}),
 }
 

@@ -22,7 +22,7 @@ STEPS = 20
 
 
 class History:
-    def __init__(self, seed: int, device: str, build: Builder, stagger: bool) -> None:
+    def __init__(self, seed: int, device: str, build: Builder, stagger: bool, predicted: bool) -> None:
         self.draw = draw = random.Random(seed)
         self.device, self.build = device, build
         self.shapes = [(7, 5), *(self._shape() for _ in range(draw.randint(1, 5)))]
@@ -36,6 +36,7 @@ class History:
         self.settings["stagger"] = stagger
         if set(self.dtypes) == {torch.bfloat16}:
             self.settings["selected_masters"] = draw.choice(["stochastic", "float32"])
+        self.settings["weight_prediction"] = random.Random(-1 - seed).choice([0.5, 1.0, 1.7]) if predicted else 0.0
         everyone = [
             make_parameters([shape], dtype, device, seed=index)[0]
             for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
@@ -103,7 +104,7 @@ class History:
 
     @torch.no_grad()
     def swap_weights(self) -> None:
-        if self.settings["deferred_rule"] == "replay":
+        if self.settings["deferred_rule"] == "replay" and not self.settings["weight_prediction"]:
             self.flush()  # asked for by name, see test_upload_weights
         kept = [parameter.clone() for parameter in self.pair.parameters]
         for parameter in self.pair.parameters:
@@ -155,11 +156,15 @@ class History:
 
 
 STAGGERED = (1, 3, 5, 9, 11, 12, 14, 15)  # with saves, late parameters, flushes and selections in them
-HISTORIES = [*((seed, False) for seed in range(16)), *((seed, True) for seed in STAGGERED)]
+PREDICTED = range(60)
+HISTORIES = {
+    **{f"seed={seed}": (seed, False, False) for seed in range(16)},
+    **{f"seed={seed}-staggered": (seed, True, False) for seed in STAGGERED},
+    **{f"seed={seed}-predicted": (seed, seed % 2 == 0, True) for seed in PREDICTED},
+}
 
 
-@pytest.mark.parametrize(
-    ("seed", "stagger"), HISTORIES, ids=[f"seed={seed}{'-staggered' * stagger}" for seed, stagger in HISTORIES]
-)
-def test_any_history_equals_the_simulation(seed: int, stagger: bool, device: str, build: Builder) -> None:
-    History(seed, device, build, stagger).play()
+@pytest.mark.parametrize("name", HISTORIES)
+def test_any_history_equals_the_simulation(name: str, device: str, build: Builder) -> None:
+    seed, stagger, predicted = HISTORIES[name]
+    History(seed, device, build, stagger, predicted).play()

@@ -30,6 +30,7 @@ VARIED = {
     "ablation_deferred_rule": ("deferred_rule", {"accumulate", "replay"}),
     "ablation_deferred_lr_scale": ("deferred_lr_scale", {"none", 2, "linear"}),
     "ablation_staleness": ("overlap_step", {True, False}),
+    "ablation_weight_prediction": ("weight_prediction", {0.0, 0.5, 1.0, 1.5}),
     "ablation_channels": ("channel_dim", {"column", "row"}),
     "ablation_select_interval": ("select_interval", {4, 16, 1000}),
     "ablation_on_reselect": ("on_reselect", {"migrate", "reset"}),

@@ -27,15 +27,18 @@ def make_segment(
     ring_dtype: str = "bfloat16",
     bucket_bytes: int = 1 << 20,
     lanes: int = 1,
+    predicted: bool = False,
 ) -> Segment:
     return lay_out(
         index, shapes, channel_dim=channel_dim, weight_dtype=weight_dtype, ring_dtype=ring_dtype,
-        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes, lanes=lanes,
+        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes, lanes=lanes, predicted=predicted,
     )  # fmt: skip
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 values as the uint16 bits of a 16-bit type, by torch."""
+    """float32 values as the uint16 bits of a 16-bit type, by torch, or as their own."""
+    if dtype == "float32":
+        return np.ascontiguousarray(values).view(np.uint32)
     return torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.uint16).numpy()
 
 
@@ -45,7 +48,7 @@ def quantize(values: np.ndarray, dtype: str) -> np.ndarray:
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
     """float32 values as the bytes of a ring."""
-    return (values if dtype == "float32" else to_bits(values, dtype)).ravel().view(np.uint8)
+    return to_bits(values, dtype).ravel().view(np.uint8)
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Window:
     """What the trainer knows of one window: hyper `[n, GROUPS, 5]`, present `[n, matrices]`, finite `[n]`.
 
     grads, a list a segment, fp32: sums `[rows, cols]`, or raw gradients `[n, rows, cols]` where the ring keeps steps,
-    whose factors are clip and inv_scale, float32 `[n]`.
+    whose factors are clip and inv_scale, float32 `[n]`. predict: its results are to be shown as predictions.
     """
 
     hyper: np.ndarray
@@ -62,15 +65,20 @@ class Window:
     grads: list[list[np.ndarray]]
     clip: np.ndarray
     inv_scale: np.ndarray
+    predict: bool = False
 
 
 @dataclass
 class SimulatedMatrix:
-    """One matrix in numpy, which rounds every single operation correctly; written from the README's formulas."""
+    """One matrix in numpy, which rounds every single operation correctly; written from the README's formulas.
+
+    shown: what is in its shadows before it is rounded, of two the older first.
+    """
 
     matrix: Matrix
     weight_dtype: str
     master: np.ndarray
+    shown: list[np.ndarray] = field(default_factory=list)
     exp_avg: np.ndarray = field(init=False)
     exp_avg_sq: np.ndarray = field(init=False)
     t: np.ndarray = field(init=False)
@@ -78,6 +86,13 @@ class SimulatedMatrix:
     def __post_init__(self) -> None:
         self.exp_avg, self.exp_avg_sq = np.zeros_like(self.master), np.zeros_like(self.master)
         self.t = np.zeros(self.matrix.channels, dtype=np.int64)
+
+    def show(self, old: np.ndarray, factor: float) -> None:
+        """Write to the shadow that is due, with so many times the change from `old` added."""
+        if self.shown:
+            factor = np.float32(factor)
+            shown = self.master + factor * (self.master - old) if factor else self.master
+            self.shown = [*self.shown[1:], shown]
 
     def replay(self, steps: np.ndarray, grads: list[np.ndarray]) -> None:
         """One update a counted step: `[n, 5]`, and effective gradients, float32 `[rows, cols]`."""
@@ -137,9 +152,11 @@ class Trainer:
         for matrix in segment.matrices:
             weights = quantize(self.normal(matrix.rows, matrix.cols), segment.weight_dtype)
             memory.master[matrix.offset : matrix.offset + matrix.numel] = weights.ravel()
-            self.simulated[-1].append(SimulatedMatrix(matrix, segment.weight_dtype, weights.copy()))
+            shown = [weights.copy() for _ in range(segment.shadows)]
+            self.simulated[-1].append(SimulatedMatrix(matrix, segment.weight_dtype, weights.copy(), shown))
         if memory.shadow is not None:
-            memory.shadow[:] = to_bits(memory.master, segment.weight_dtype)
+            rounded = to_bits(memory.master, segment.weight_dtype)
+            memory.shadow.view(rounded.dtype).reshape(segment.shadows, -1)[:] = rounded
         self.client.attach(segment, memory)
 
     def normal(self, *shape: int) -> np.ndarray:
@@ -184,7 +201,8 @@ class Trainer:
                 lane = turn * MAX_STEPS + (first + step) % MAX_STEPS
                 self._fill_lane(memory, lane, piece.offset, rows[piece.row_start : piece.row_stop])
         words = window.hyper, window.present[number]
-        assert memory.write_slot(bucket, seq, self.window_number, n_steps, *words, first=first) == turn
+        kinds = {"first": first, "predict": window.predict}
+        assert memory.write_slot(bucket, seq, self.window_number, n_steps, *words, **kinds) == turn
         if bucket == 0:
             log = memory.slot_record(turn, bucket).device_log
             log[:] = -1
@@ -234,19 +252,25 @@ class Trainer:
             if only not in (None, place):
                 continue
             for number, (simulated, grad) in enumerate(zip(matrices, grads, strict=True)):
-                counted = present[:, number] & window.finite
-                steps = window.hyper[counted, simulated.matrix.group]
-                if not memory.segment.keeps_steps:
-                    simulated.window(steps, grad, self.settings.deferred_lr_scale)
-                    continue
-                effective = [(grad[i] * window.inv_scale[i]) * window.clip[i] for i in np.flatnonzero(counted)]
-                if self.settings.deferred_rule == "replay":
-                    simulated.replay(steps, effective)
-                elif effective:
-                    total = effective[0]
-                    for other in effective[1:]:
-                        total = total + other
-                    simulated.window(steps, total, self.settings.deferred_lr_scale)
+                counted, old = present[:, number] & window.finite, simulated.master
+                self._update(simulated, window, grad, counted, memory.segment.keeps_steps)
+                simulated.show(old, self.settings.weight_prediction if window.predict and counted.any() else 0.0)
+
+    def _update(
+        self, simulated: SimulatedMatrix, window: Window, grad: np.ndarray, counted: np.ndarray, keeps_steps: bool
+    ) -> None:
+        steps = window.hyper[counted, simulated.matrix.group]
+        if not keeps_steps:
+            simulated.window(steps, grad, self.settings.deferred_lr_scale)
+            return
+        effective = [(grad[i] * window.inv_scale[i]) * window.clip[i] for i in np.flatnonzero(counted)]
+        if self.settings.deferred_rule == "replay":
+            simulated.replay(steps, effective)
+        elif effective:
+            total = effective[0]
+            for other in effective[1:]:
+                total = total + other
+            simulated.window(steps, total, self.settings.deferred_lr_scale)
 
     def history(self) -> list[np.ndarray]:
         """Checked windows with jumps of t, as after a migration or a resume, and betas that change midway; the bits."""
@@ -267,18 +291,18 @@ class Trainer:
             for matrix in memory.segment.matrices:
                 span = slice(matrix.offset, matrix.offset + matrix.numel)
                 result += [x[span].view(np.uint32).copy() for x in (memory.master, memory.exp_avg, memory.exp_avg_sq)]
-                if memory.shadow is not None:
-                    result.append(memory.shadow[span].copy())
+                # Of two shadows the older first: that which the next window takes.
+                shadows = [memory.shadow_of(memory.turn(0) ^ turn) for turn in range(memory.segment.shadows)]
+                result += [shadow[span].view(f"u{shadow.itemsize}").copy() for shadow in shadows]
             result.append(memory.channel_step.copy())
         return result
 
     def simulated_bits(self) -> list[np.ndarray]:
         result = []
-        for memory, matrices in zip(self.memories, self.simulated, strict=True):
+        for matrices in self.simulated:
             for x in matrices:
                 result += [y.astype(np.float32).ravel().view(np.uint32) for y in (x.master, x.exp_avg, x.exp_avg_sq)]
-                if memory.shadow is not None:
-                    result.append(to_bits(x.master, x.weight_dtype).ravel())
+                result += [to_bits(shown, x.weight_dtype).ravel() for shown in x.shown]
             result.append(np.concatenate([x.t for x in matrices]).astype(np.int32))
         return result
 

@@ -55,6 +55,14 @@ def cut_pieces(rows, cols, cuts=()):
     return [Piece(0, start, stop, start * cols, stop == rows) for start, stop in edges]
 
 
+def unwritten(count, out_dtype):
+    """Room for so many rounded weights."""
+    if out_dtype is None:
+        return None
+    bits = np.full(count, 0xAAAAAAAA, dtype=np.uint32)
+    return bits.view(np.float32) if out_dtype == "float32" else bits.astype(np.uint16)
+
+
 def run_pass(library, arrays, rows, cols, dim, plan, threads=1, cuts=(), apart=False):
     """The pass over one matrix, its pieces in one bucket, or in one each; bits of all that it writes."""
     pieces = cut_pieces(rows, cols, cuts)
@@ -64,28 +72,29 @@ def run_pass(library, arrays, rows, cols, dim, plan, threads=1, cuts=(), apart=F
     for bucket in range(len(buckets)):
         work.run(bucket)
     written = [x.view(np.uint32) for x in (arrays.master, arrays.exp_avg, arrays.exp_avg_sq)]
-    return written if arrays.out is None else [*written, arrays.out]
+    return written if arrays.out is None else [*written, arrays.out.view(f"u{arrays.out.itemsize}")]
 
 
-def updated(library, rows, cols, dim, grad_dtype, out_dtype, uniform=False, **kinds):
+def updated(library, rows, cols, dim, grad_dtype, out_dtype, uniform=False, prediction=0.0, **kinds):
     """`run_pass` with a window's sum in a ring of one lane; `uniform`: all channels have one t, told as such."""
     t = channel_steps(rows, cols, dim, uniform)
     ring = encode(gradients(rows, cols, grad_dtype, 1), grad_dtype)
-    out = None if out_dtype is None else np.full(rows * cols, 0xAAAA, dtype=np.uint16)
-    plan = Plan(plan_update(STEPS, t[:1] if uniform else t, "linear"), ONE_LANE)
-    arrays = Arrays(*state(rows, cols), ring, out, grad_dtype, out_dtype)
+    plan = Plan(plan_update(STEPS, t[:1] if uniform else t, "linear"), ONE_LANE, prediction)
+    arrays = Arrays(*state(rows, cols), ring, unwritten(rows * cols, out_dtype), grad_dtype, out_dtype)
     return run_pass(library, arrays, rows, cols, dim, plan, **kinds)
 
 
-def simulated(rows, cols, dim, out_dtype, uniform, update):
+def simulated(rows, cols, dim, out_dtype, uniform, update, prediction=0.0):
     """What the same must be, by numpy: `update` is called with the matrix."""
     matrix = SimulatedMatrix(Matrix(rows, cols, dim, 0, 0, 0), "float32", np.zeros((rows, cols), np.float32))
     matrix.master, matrix.exp_avg, matrix.exp_avg_sq = (x.reshape(rows, cols) for x in state(rows, cols))
     matrix.t[:] = channel_steps(rows, cols, dim, uniform)
+    matrix.shown, old = [matrix.master], matrix.master
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         update(matrix)
+        matrix.show(old, prediction)
         results = [x.ravel().view(np.uint32) for x in (matrix.master, matrix.exp_avg, matrix.exp_avg_sq)]
-        return results + ([] if out_dtype is None else [to_bits(matrix.master.ravel(), out_dtype)])
+        return results + ([] if out_dtype is None else [to_bits(matrix.shown[0].ravel(), out_dtype)])
 
 
 def same(found, expected, message=""):
@@ -145,11 +154,46 @@ def test_a_sum_that_overflows_moves_no_weight_as_its_exact_mean_would(library, g
     same([array[others] for array in overflowed], [array[others] for array in zero])
 
 
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("prediction", [1.0, 0.3, 1e-50], ids=str)
+def test_predictions_equal_the_simulation_and_stay_out_of_the_masters(library, prediction, out_dtype):
+    """With a factor that fp32 does not hold, so that its rounding shows, and one that is 0 in fp32."""
+    for number, (rows, cols) in enumerate(SHAPES):
+        dim, uniform = ("row", "column")[number % 2], number % 3 == 0
+        total = gradients(rows, cols, "bfloat16", 1)[0]
+        expected = simulated(
+            rows, cols, dim, out_dtype, uniform,
+            lambda matrix: matrix.window(STEPS, total, "linear"),  # noqa: B023
+            prediction,
+        )  # fmt: skip
+        plain = updated(library, rows, cols, dim, "bfloat16", out_dtype, uniform)
+        same(expected[:3], plain[:3])
+        assert rows * cols < 100 or prediction < 0.1 or not np.array_equal(expected[3], plain[3])
+        for chosen, threads, cuts in ((library, 1, ()), (library, 3, (rows // 2,)), (None, 1, (rows // 2,))):
+            kinds = {"prediction": prediction, "threads": threads, "cuts": cuts}
+            found = updated(chosen, rows, cols, dim, "bfloat16", out_dtype, uniform, **kinds)
+            same(found, expected, f"{rows} x {cols}, {threads} threads, {chosen}")
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+def test_what_replay_predicts_is_the_change_of_the_whole_window(library, compiled):
+    rows, cols, item = 41, 1025, 41 * 1025 * 2
+    t = channel_steps(rows, cols, "column")
+    lanes = make_lanes([0, item, 2 * item], np.ones(3), np.ones(3))
+    grads, arrays = lane_arrays(rows, cols, "bfloat16", "float32", [0, 1, 2], 3)
+    plan = Plan(plan_replay(MIXED_STEPS, t), lanes, 1.5)
+    found = run_pass(library if compiled else None, arrays, rows, cols, "column", plan)
+    expected = simulated(
+        rows, cols, "column", "float32", False, lambda matrix: matrix.replay(MIXED_STEPS, list(grads)), 1.5
+    )
+    same(found, expected)
+
+
 def lane_arrays(rows, cols, grad_dtype, out_dtype, counted, n_lanes):
     """A ring with gradients in the lanes `counted` and NaN in the others."""
     lanes = np.full((n_lanes, rows, cols), np.nan, dtype=np.float32)
     lanes[counted] = gradients(rows, cols, grad_dtype, len(counted))
-    out = None if out_dtype is None else np.full(rows * cols, 0xAAAA, dtype=np.uint16)
+    out = unwritten(rows * cols, out_dtype)
     return lanes, Arrays(*state(rows, cols), encode(lanes, grad_dtype), out, grad_dtype, out_dtype)
 
 
@@ -196,25 +240,27 @@ def test_cuts_and_threads_change_no_bit(library, dim, compiled):
                 )
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("offset", [0, 1, 5, 31, 32])
 def test_nothing_is_written_outside_the_piece_wherever_out_starts(library, offset, out_dtype):
     """Streamed stores need whole cache lines: `offset` elements past one, the bits are the same."""
     rows, cols, edge = 19, 2570, 64
     arrays = [np.full(rows * cols + 2 * edge, 7, dtype=np.float32) for _ in range(3)]
-    room = np.full(rows * cols + 4 * edge, 0xAAAA, dtype=np.uint16)
-    start = -room.ctypes.data % 64 // 2 + edge + offset
+    room = unwritten(rows * cols + 4 * edge, out_dtype)
+    start = -room.ctypes.data % 64 // room.itemsize + edge + offset
     inside, out_inside = slice(edge, edge + rows * cols), slice(start, start + rows * cols)
     for x, values in zip(arrays, state(rows, cols), strict=True):
         x[inside] = values
     ring = encode(gradients(rows, cols, "bfloat16", 1), "bfloat16")
-    plan = Plan(plan_update(STEPS, np.arange(cols, dtype=np.int32) * 5, "linear"), ONE_LANE)
+    plan = Plan(plan_update(STEPS, np.arange(cols, dtype=np.int32) * 5, "linear"), ONE_LANE, 0.5)
     work = Arrays(*(x[inside] for x in arrays), ring, room[out_inside], "bfloat16", out_dtype)
     found = run_pass(library, work, rows, cols, "column", plan, threads=2)
-    same(found, updated(None, rows, cols, "column", "bfloat16", out_dtype))
+    same(found, updated(None, rows, cols, "column", "bfloat16", out_dtype, prediction=0.5))
     for x in arrays:
         assert (x[:edge] == 7).all() and (x[-edge:] == 7).all()
-    assert (room[:start] == 0xAAAA).all() and (room[start + rows * cols :] == 0xAAAA).all()
+    bits = room.view(np.uint16)
+    before, after = (place * room.itemsize // 2 for place in (start, start + rows * cols))
+    assert (bits[:before] == 0xAAAA).all() and (bits[after:] == 0xAAAA).all()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
@@ -227,7 +273,7 @@ def test_every_way_to_stream_gives_the_same_bits(library, monkeypatch, tmp_path,
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, *flags))
     other = native.Native(native.build(tmp_path))
     assert other.path != library.path
-    for out_dtype in ("bfloat16", "float16"):
+    for out_dtype in ("bfloat16", "float16", "float32"):
         for rows, cols in ((63, 1), (103, 1025)):
             shape = rows, cols, "row", "float16", out_dtype
             same(updated(other, *shape, threads=2), updated(library, *shape))
@@ -235,13 +281,13 @@ def test_every_way_to_stream_gives_the_same_bits(library, monkeypatch, tmp_path,
 
 def rounded(library, values, dtype):
     """The masters as a window without a counted step shows them."""
-    out = np.zeros(values.size, dtype=np.uint16)
+    out = unwritten(values.size, dtype)
     arrays = Arrays(values, values, values, np.zeros(0, np.uint8), out, "float32", dtype)
     run_pass(library, arrays, 1, values.size, "column", None, threads=2)
     return out
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rounding_equals_torch_on_every_upper_half(library, dtype):
     """All 2^16 upper halves with lower halves at, below and above the ties of both types."""
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
@@ -253,8 +299,9 @@ def test_rounding_equals_torch_on_every_upper_half(library, dtype):
         out = rounded(chosen, values, dtype)
         found = torch.from_numpy(out).view(expected.dtype)
         assert torch.equal(found.isnan(), ~number)
-        assert torch.equal(found.view(torch.int16)[number], expected.view(torch.int16)[number])
-        assert len(np.unique(out[~number.numpy()])) == 1, "one NaN for all"
+        integer = getattr(torch, f"int{8 * out.itemsize}")
+        assert torch.equal(found.view(integer)[number], expected.view(integer)[number])
+        assert len(np.unique(out.view(f"u{out.itemsize}")[~number.numpy()])) == 1, "one NaN for all"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

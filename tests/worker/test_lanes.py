@@ -17,11 +17,11 @@ LANES = 2 * MAX_STEPS
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
 
 
-def segments(channel_dim="column", bucket_bytes=700):
+def segments(channel_dim="column", bucket_bytes=700, **kinds):
     return [
         make_segment(
             index, weight_dtype=weight, ring_dtype=ring, channel_dim=channel_dim, bucket_bytes=bucket_bytes,
-            lanes=LANES,
+            lanes=LANES, **kinds,
         )
         for index, (weight, ring) in enumerate(DTYPES)
     ]  # fmt: skip
@@ -42,6 +42,21 @@ def test_windows_match_the_simulation(trainer, channel_dim, rule):
         for present in window.present:
             present[:, 0] = t.random.random(n_steps) < 0.5
             present[:, 1] = number != 3
+        t.run(window)
+        t.check()
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["compiled", "torch"])
+@pytest.mark.parametrize("rule", ["accumulate", "replay"])
+def test_predictions_go_to_two_shadows_in_turn(trainer, monkeypatch, rule, native):
+    """The fourth window's results are shown at once, and a matrix has no counted step: both show plain masters."""
+    monkeypatch.setenv("ZENFLOW_NATIVE", native)
+    t = trainer(*segments(predicted=True), settings=rule_settings(rule, weight_prediction=0.7))
+    for number, n_steps in enumerate((4, 1, 3, 4, 2)):
+        window = t.make_window(n_steps)
+        window.predict = number != 3
+        for present in window.present:
+            present[:, 1] = number != 2
         t.run(window)
         t.check()
 

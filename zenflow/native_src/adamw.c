@@ -1,5 +1,5 @@
 /* A slot's AdamW updates in one pass over memory: gradients in, master and moments updated in place, the rounded weights
- * out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to fp32: build with
+ * (the master's, or what is predicted from it) out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to fp32: build with
  * -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts change no bit.
  * The structures are those of zenflow/native.py. */
 #include <float.h>
@@ -12,18 +12,18 @@
 
 #define CUT 64     /* elements: threads meet between cache lines of every array */
 #define BLOCK 512  /* elements that stay in the first-level cache from the gradient to the rounded weight */
-#define LINE 32    /* rounded weights in a cache line */
+#define LINE 64    /* bytes in a cache line */
 #define CHUNK 65536 /* elements that a thread takes at a time */
 #define SERIAL_BELOW 32768
 #define INLINE static inline __attribute__((always_inline))
 
 enum { GRAD_F32, GRAD_BF16, GRAD_F16 };
-enum { OUT_NONE, OUT_BF16, OUT_F16 };
+enum { OUT_NONE, OUT_BF16, OUT_F16, OUT_F32 };
 
 typedef struct { /* the flat arrays of a segment; ring: lane after lane; out: NULL with OUT_NONE */
     float *master, *exp_avg, *exp_avg_sq;
     const char *ring;
-    uint16_t *out;
+    char *out;
     int64_t grad_kind, out_kind;
 } arrays_t;
 
@@ -45,6 +45,7 @@ typedef struct { /* of a matrix: no update, one with the mean of all lanes, or o
     const float *step_size, *denom_scale;
     const lane_t *lanes;
     int64_t n_updates, n_lanes, n_factors;
+    double prediction; /* that many times the window's update is added to what goes out */
 } plan_t;
 
 INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -154,8 +155,19 @@ INLINE void round_to(uint16_t *restrict out, const float *restrict p, long lengt
     for (long i = 0; i < length; i++) out[i] = kind == OUT_BF16 ? to_bf16(p[i]) : to_f16(p[i]);
 }
 
+INLINE void copy(float *restrict out, const float *restrict p, long length) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) out[i] = (bits(p[i]) & 0x7fffffff) > 0x7f800000 ? real(0x7fc00000) : p[i];
+}
+
+/* new + a * (new - old), each operation rounded. */
+INLINE void predict(float *restrict out, const float *restrict p, const float *restrict old, float a, long length) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) out[i] = p[i] + a * (p[i] - old[i]);
+}
+
 /* Past the caches, which have no use for it: nobody but the copy engine reads it. */
-INLINE void stream_line(uint16_t *to, const uint16_t *from) {
+INLINE void stream_line(char *to, const char *from) {
 #if defined __AVX512F__
     _mm512_stream_si512((void *)to, _mm512_load_si512((const void *)from));
 #elif defined __AVX__
@@ -163,24 +175,29 @@ INLINE void stream_line(uint16_t *to, const uint16_t *from) {
 #elif defined __SSE2__
     for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i *)to + i, _mm_load_si128((const __m128i *)from + i));
 #else
-    memcpy(to, from, 2 * LINE);
+    memcpy(to, from, LINE);
 #endif
 }
 
-static void write_out(uint16_t *out, const float *p, long length, int kind) {
-    uint16_t room[BLOCK] __attribute__((aligned(64)));
+static void write_out(char *out, const float *p, long length, int kind) {
+    union { uint16_t halves[BLOCK]; float singles[BLOCK]; } room __attribute__((aligned(LINE)));
+    const char *rounded = (const char *)&room;
+    const long size = length * (kind == OUT_F32 ? 4 : 2);
     long done = 0;
-    if (kind == OUT_BF16) round_to(room, p, length, OUT_BF16);
-    else round_to(room, p, length, OUT_F16);
-    if ((uintptr_t)out % 64 == 0) {
-        for (; done + LINE <= length; done += LINE) stream_line(out + done, room + done);
+    if (kind == OUT_BF16) round_to(room.halves, p, length, OUT_BF16);
+    else if (kind == OUT_F16) round_to(room.halves, p, length, OUT_F16);
+    else copy(room.singles, p, length);
+    if ((uintptr_t)out % LINE == 0) {
+        for (; done + LINE <= size; done += LINE) stream_line(out + done, rounded + done);
     }
-    memcpy(out + done, room + done, 2 * (length - done));
+    memcpy(out + done, rounded + done, size - done);
 }
 
 static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, long first, long length) {
-    float g[BLOCK], step_room[BLOCK], scale_room[BLOCK];
+    float g[BLOCK], step_room[BLOCK], scale_room[BLOCK], old[BLOCK];
     float *p = a->master + first, *m = a->exp_avg + first, *v = a->exp_avg_sq + first;
+    const float prediction = (float)plan->prediction;
+    if (prediction != 0) memcpy(old, p, sizeof(float) * length);
     for (long update = 0; update < plan->n_updates; update++) {
         const constants_t h = plan->constants[update];
         const float *step, *scale;
@@ -198,7 +215,9 @@ static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, l
             adamw(p, m, v, g, step, scale, length, h, 0);
         }
     }
-    if (a->out_kind != OUT_NONE) write_out(a->out + first, p, length, a->out_kind);
+    if (a->out_kind == OUT_NONE) return;
+    if (prediction != 0) predict(g, p, old, prediction, length);
+    write_out(a->out + first * (a->out_kind == OUT_F32 ? 4 : 2), prediction != 0 ? g : p, length, a->out_kind);
 }
 
 /* Elements [start, stop) of the flat storage, of which those between the pieces are padding. */

@@ -57,6 +57,7 @@ class ZenFlowEngine(EngineConfig):
     overlap_step: bool = True
     stagger: bool = False
     visible_after: int | str = "auto"
+    weight_prediction: float = 0.0
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
     deferred_rule: DeferredRule = DeferredRule.accumulate

@@ -1,0 +1,86 @@
+"""What is visible where results are shown as predictions (`weight_prediction`), and how masters take their place.
+
+A weight is then neither the rounded master nor to be reckoned from it. So the worker writes to two shadows, one for each
+turn of the windows' records: one holds what is visible, also while a window's result is on its way in the other.
+Whatever else changes weights tells the shadows: a selection (of the channels that the worker gets), changes from
+outside, a load, and `flush()`, after which masters are visible.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from zenflow_kernels.gather import gather_channels
+from zenflow_kernels.scatter import scatter_channels_
+
+from zenflow.storage import ParamRecord, SegmentStorage, bits
+
+if TYPE_CHECKING:
+    from zenflow.pipeline import Pipeline
+
+_CHUNK = 1 << 22  # elements that are rounded at once
+
+
+def visible_shadow(record: ParamRecord, *, pending: bool) -> Tensor:
+    """What is visible of a parameter, `[rows, cols]` on the host, deferred channels alone; pending: something comes."""
+    return record.host_shadow(_visible_turn(record.storage, pending=pending))
+
+
+def coming_shadow(record: ParamRecord) -> Tensor:
+    """What is on its way, where something is."""
+    return record.host_shadow(coming_turn(record.storage))
+
+
+def coming_turn(storage: SegmentStorage) -> int:
+    """The turn of a segment's window whose result is on its way."""
+    return _visible_turn(storage, pending=True) ^ 1
+
+
+def _visible_turn(storage: SegmentStorage, *, pending: bool) -> int:
+    """The worker never has what is visible in hand: the next window takes its turn once the result is visible."""
+    return storage.memory.turn(0) ^ (not pending)
+
+
+def note_weights(record: ParamRecord, channels: Tensor) -> int:
+    """The shadows take the weights of the channels (int64 `[n]`, on the host) that the worker gets; the bytes moved."""
+    values = gather_channels(record.weight, channels.to(record.weight.device), record.kind, validate=False).cpu()
+    for shadow in record.host_shadows:
+        scatter_channels_(shadow, channels, values, record.kind, validate=False)
+    return values.nbytes
+
+
+def replace_predictions(pipeline: Pipeline) -> None:
+    """The masters of segments that show a prediction, with no result on its way, are on their way now.
+
+    The worker is idle. Waits for the uploads that have brought what is visible.
+    """
+    pending = pipeline.pending_storages()
+    for storage in pipeline.storages:
+        if storage.shows_prediction and storage not in pending:
+            turn = _visible_turn(storage, pending=False)
+            for event in storage.uploaded:
+                event.synchronize()
+            _round(storage.state[0], storage.shadow(turn))
+            pipeline.uploads.pending += pipeline.finished(storage, turn)
+
+
+def _round(master: Tensor, shadow: Tensor) -> None:
+    for part, rounded in zip(master.split(_CHUNK), shadow.split(_CHUNK), strict=True):
+        rounded.copy_(part)
+        rounded[rounded != rounded] = float("nan")  # the worker's one for all
+
+
+def saved_predictions(record: ParamRecord, master: Tensor, *, pending: bool) -> dict[str, Tensor]:
+    """Of a state's `weight` (what is visible) and `pending_weight` (what is on its way) those that differ in any bit
+    from the rounded `master`, which has the parameter's shape, as they have; on the host."""
+    weight = record.weight.to("cpu", copy=True)
+    found = {"weight": weight}
+    if pending:
+        own = gather_channels(weight, record.selected, record.kind, validate=False)
+        coming = coming_shadow(record).clone()
+        found["pending_weight"] = scatter_channels_(coming, record.selected, own, record.kind, validate=False)
+    rounded = bits(master.to(weight.dtype))
+    shaped = {name: shown.view(master.shape) for name, shown in found.items()}
+    return {name: shown for name, shown in shaped.items() if not torch.equal(bits(shown), rounded)}
