@@ -1,9 +1,9 @@
 """What is visible where results are shown as predictions (`weight_prediction`), and how masters take their place.
 
-A weight is then neither the rounded master nor to be reckoned from it. So the worker writes to two shadows, one for each
-turn of the windows' records: one holds what is visible, also while a window's result is on its way in the other.
-Whatever else changes weights tells the shadows: a selection (of the channels that the worker gets), changes from
-outside, a load, and `flush()`, after which masters are visible.
+A weight is then neither the rounded master nor to be reckoned from it. So the worker writes to two shadows, one for
+each turn of the windows' records: one holds what is visible, also while a result is on its way in the other. Whatever
+else changes weights tells the shadows: a selection (of the channels that the worker gets), changes from outside, a
+load, and `flush()`, after which masters are visible.
 """
 
 from __future__ import annotations

@@ -42,14 +42,18 @@ def change(state: Any, path: tuple[Any, ...], value: Any) -> None:
         state[path[-1]] = value
 
 
-@pytest.mark.parametrize("accumulate_on", ["gpu", "host"])
-def test_junk_in_any_place_is_refused_by_name_or_harmless(accumulate_on: str, device: str, build: Builder) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [{"accumulate_on": "gpu"}, {"accumulate_on": "host"}, {"weight_prediction": 1.0}],
+    ids=["gpu", "host", "predicted"],
+)
+def test_junk_in_any_place_is_refused_by_name_or_harmless(kinds: dict[str, Any], device: str, build: Builder) -> None:
     """Saved in the middle of a window with a result on its way, so that there is something everywhere."""
     engines = []
     for seed in (0, 4):
         parameters = make_parameters(SHAPES, torch.bfloat16, device, seed=seed)
         groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
-        engines.append(build(groups, **SETTINGS, accumulate_on=accumulate_on))
+        engines.append(build(groups, **SETTINGS, **kinds))
         for grads in make_gradients(SHAPES, torch.bfloat16, 5, seed=seed):
             feed(parameters, grads)
             engines[-1].step()

@@ -100,6 +100,23 @@ def test_a_deferred_window_moves_by_the_documented_learning_rate(scale: str | fl
     torch.testing.assert_close(simulation.visible(0), torch.full((2, 2), -2 * 0.125 * factor))
 
 
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_late_result_is_shown_with_its_own_change_added_and_a_flush_shows_masters(after: int) -> None:
+    """Every update moves by 2 steps times 0.125, and a prediction by half of that more; a step later, or two."""
+    group = Group(lr=0.125, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0)
+    simulation = Simulation(
+        [torch.zeros(2, 2)], [group], topk_ratio=0, update_interval=2, visible_after=after, weight_prediction=0.5
+    )
+    shown = []
+    for _ in range(7):
+        simulation.step([torch.ones(2, 2)])
+        shown.append(simulation.visible(0)[0, 0].item())
+    late = [0, 0, *([] if after == 1 else [0]), -0.375, -0.375, -0.625, -0.625, -0.875]
+    assert shown == pytest.approx(late[:7], abs=1e-6)
+    simulation.flush()
+    assert simulation.visible(0)[0, 0].item() == pytest.approx(-0.875)
+
+
 def test_a_skipped_step_changes_nothing_but_the_clock() -> None:
     simulation = Simulation(weights(), [GROUP] * 4, topk_ratio=0.4, update_interval=3)
     stream = make_gradients(SHAPES, steps=3)

@@ -47,6 +47,7 @@ DELAYS = {
     "staggered-1": {"stagger": True, "visible_after": 1},
     "staggered-U": {"stagger": True, "visible_after": 4},
     "together-2": {"stagger": False, "visible_after": 2},
+    "staggered-1-predicted": {"stagger": True, "visible_after": 1, "weight_prediction": 1.3},
     "staggered-prompt": {"stagger": True, "overlap_step": False},
 }
 

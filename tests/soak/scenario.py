@@ -49,7 +49,9 @@ class Scenario:
         self.dtype = draw.choice([*DTYPES.values()])
         self.shapes = [(24, 16), *(self._shape(draw) for _ in range(draw.randint(1, 5)))]
         self.settings = self._settings(draw)
-        self.settings["stagger"] = random.Random(-1 - self.seed).random() < 0.4
+        later = random.Random(-1 - self.seed)
+        self.settings["stagger"] = later.random() < 0.4
+        self.settings["weight_prediction"] = later.choice([0.0, 0.0, 1.0])
         self.groups = [
             {"lr": draw.choice([0.01, 0.03]), "weight_decay": draw.choice([0.0, 0.2]), "betas": (0.9, beta2)}
             for beta2 in (0.99, 0.999)
