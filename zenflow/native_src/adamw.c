@@ -1,7 +1,7 @@
 /* A slot's AdamW updates in one pass over memory: gradients in, master and moments updated in place, the rounded weights
- * (the master's, or what is predicted from it) out. The order of the single operations is that of zenflow_kernels.numerics, each rounded to fp32: build with
- * -ffp-contract=off and without -ffast-math. Every element is computed alone, so threads and cuts change no bit.
- * The structures are those of zenflow/native.py. */
+ * (the master's, or what is predicted from it) out. The order of the single operations is that of
+ * zenflow_kernels.numerics, each rounded to fp32: build with -ffp-contract=off and without -ffast-math. Every element is
+ * computed alone, so threads and cuts change no bit. The structures are those of zenflow/native.py. */
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
