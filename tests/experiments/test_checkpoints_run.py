@@ -113,3 +113,29 @@ def test_the_command_that_goes_on_survives_shell_and_hydra(name):
     program, word = shlex.split(command_for(Path(name)))
     assert program == "zenflow-train"
     assert OverridesParser.create().parse_override(word).value() == name
+
+
+@pytest.mark.gpu
+def test_the_gpu_s_random_state_comes_back_and_stays_with_gpus() -> None:
+    """Dropout on a GPU draws from its own generator; on a CPU there is none to put the state into."""
+    device = torch.device("cuda")
+    states = random_states(device)
+    first, found = torch.rand(7, device=device), torch.rand(7)
+    set_random_states(states, device)
+    assert torch.equal(torch.rand(7, device=device), first) and torch.equal(torch.rand(7), found)
+    later = torch.cuda.get_rng_state(device)
+    set_random_states(states, torch.device("cpu"))
+    assert torch.equal(torch.rand(7), found) and torch.equal(torch.cuda.get_rng_state(device), later)
+
+
+def test_a_gpu_s_random_state_is_left_out_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state from a GPU goes on on a CPU; and on a GPU it is put back there."""
+    device, put = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put.append((state.tolist(), device)))
+    states = random_states(device)
+    found = torch.rand(7)
+    set_random_states(states, torch.device("cpu"))
+    assert torch.equal(torch.rand(7), found) and put == []
+    set_random_states(states, device)
+    assert put == [(list(range(16)), device)]

@@ -142,13 +142,35 @@ def test_an_exception_after_wandb_has_started_ends_the_process(tmp_path, kept): 
 def test_a_network_that_goes_away_holds_no_run_up(tmp_path, kept, monkeypatch):  # F12
     monkeypatch.setattr("zenflow.training.wandb_tracking.FINISH_SECONDS", 1.0)
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
-    with answering() as address:
-        monkeypatch.setenv("WANDB_BASE_URL", address)
+    with answering() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
         run = WandbRun(TrackingConfig(), tmp_path, {}, TrackingMode.online)
     run.log({"tokens": 1, "elapsed_seconds": 0.5, "loss": 2.0})
     within(30, run.finish, 1)
     left = kept(tmp_path, "run")
     assert left.exit_code == 1 and left.history[-1]["loss"] == 2.0
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_run_that_goes_on_is_the_same_run_and_tells_nothing_twice(tmp_path, monkeypatch):
+    """Killed after its fifth record, with a checkpoint from after the third: the fourth and fifth come once more."""
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    lines = [{"tokens": 10 * step, "elapsed_seconds": 0.5, "loss": 2.0, "step": step} for step in range(1, 8)]
+    with answering() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        first = WandbRun(TrackingConfig(), tmp_path, {}, TrackingMode.online)
+        for line in lines[:5]:
+            first.log(line)
+        first.finish(1)
+        second = WandbRun(TrackingConfig(), tmp_path, {}, TrackingMode.online, earlier=first.id, told=3)
+        for line in lines[3:]:
+            second.log(line)
+        second.finish(0)
+        assert second.id == first.id and list(server.history) == [first.id]
+        (history,) = server.history.values()
+    assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["_step"] for line in history] == list(range(7))
+    assert [line["tokens"] for line in history] == [line["tokens"] for line in lines]
 
 
 def test_a_kill_loses_at_most_the_open_line(tmp_path):

@@ -146,7 +146,7 @@ def _train(
         file = _begin(folder, prepared) if resumption is None else _go_on(folder, prepared, resumption)
         stack.callback(file.close)
         earlier = None if resumption is None else resumption.state.get("wandb_id")
-        tracker = stack.enter_context(_tracking(config, folder, prepared.record, earlier))
+        tracker = stack.enter_context(_tracking(config, folder, prepared.record, earlier, len(file.lines)))
         history = _run(config, folder, prepared, tracker, file, resumption, request)
         summary = summarise(_subject(prepared), history) | {
             "wandb_id": None if tracker is None else tracker.id,
@@ -253,9 +253,12 @@ def _trace_file(config: TrainConfig, folder: Path, start: int) -> Path | None:
 
 
 @contextmanager
-def _tracking(config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None) -> Iterator[Any | None]:
-    """The run's tracker, if any; it learns how the block ended. `earlier` is its id in a run that goes on."""
-    tracker = _tracker(config, folder, record, earlier)
+def _tracking(
+    config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None, told: int
+) -> Iterator[Any | None]:
+    """The run's tracker, if any; it learns how the block ended. `earlier` is its id in a run that goes on after `told`
+    lines of metrics.jsonl."""
+    tracker = _tracker(config, folder, record, earlier, told)
     code = 1
     try:
         yield tracker
@@ -268,7 +271,7 @@ def _tracking(config: TrainConfig, folder: Path, record: dict[str, Any], earlier
             tracker.finish(code)
 
 
-def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None) -> Any | None:
+def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any], earlier: str | None, told: int) -> Any | None:
     if config.tracking.mode is TrackingMode.disabled:
         return None
     try:
@@ -276,7 +279,7 @@ def _tracker(config: TrainConfig, folder: Path, record: dict[str, Any], earlier:
     except ImportError as error:
         log.warning("tracking is off, metrics.jsonl has everything: %s (pip install wandb)", error)
         return None
-    return start(config.tracking, folder, record, earlier)
+    return start(config.tracking, folder, record, earlier, told)
 
 
 def _subject(prepared: Prepared) -> Subject:

@@ -70,12 +70,12 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_states` found."""
+    """Put back what `random_states` found; a GPU's, which a CPU cannot take, only where there is one again."""
     random.setstate(states["python"])
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch"].clone())
-    if states["cuda"] is not None:
+    if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 

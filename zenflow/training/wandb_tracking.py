@@ -23,7 +23,9 @@ OVER_TIME = "over_time/"  # before the name of a metric whose horizontal axis is
 class WandbRun:
     """One wandb run with an id of its own, whatever the environment says; its files lie in the run's folder.
 
-    `earlier` is the id of a run that goes on. Of one that is kept here, `wandb sync` sends both parts to the same id.
+    `earlier` is the id of a run that goes on, `told` how many records it has told of. wandb's step is the number of a
+    record: one that it has already, as of a run that was killed after its checkpoint, is not taken again. Of a run that
+    is kept here, `wandb sync` sends both parts to the same id.
 
     The horizontal axis of every metric is `tokens`. The losses and what else an evaluation gives are there twice: as
     `over_time/NAME` their axis is `elapsed_seconds`. What goes wrong while it runs ends the tracking, not the training.
@@ -36,6 +38,7 @@ class WandbRun:
         settings: dict[str, Any],
         mode: TrackingMode,
         earlier: str | None = None,
+        told: int = 0,
     ) -> None:
         limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         known = {name: value for name, value in limits.items() if name in wandb.Settings.model_fields}  # the last: 0.27
@@ -53,6 +56,7 @@ class WandbRun:
             settings=wandb.Settings(console="off", quiet=True, **known),
         )
         self.id: str = self._run.id
+        self._told = told
         self._over_time: set[str] = set()  # metrics whose second axis is defined
         self._run.define_metric("*", step_metric="tokens")
 
@@ -69,7 +73,9 @@ class WandbRun:
         for name in timed.keys() - self._over_time:
             self._run.define_metric(name, step_metric="elapsed_seconds")
             self._over_time.add(name)
-        self._run.log(record | timed)
+        if self._told >= self._run.starting_step:
+            self._run.log(record | timed, step=self._told, commit=True)
+        self._told += 1
 
     def summarise(self, summary: dict[str, Any]) -> None:
         """The run's figures, beside the last values of its metrics."""
@@ -90,22 +96,22 @@ class WandbRun:
 
 
 def start(
-    config: TrackingConfig, folder: Path, settings: dict[str, Any], earlier: str | None = None
+    config: TrackingConfig, folder: Path, settings: dict[str, Any], earlier: str | None = None, told: int = 0
 ) -> WandbRun | None:
-    """The run, or the one with the id `earlier`, which goes on.
+    """The run, or the one with the id `earlier`, which goes on after its first `told` records.
 
     One that cannot be sent is kept in the folder; None if that fails, too: training needs neither. Each is said in a
     warning.
     """
     if config.mode is TrackingMode.online:
         try:
-            return WandbRun(config, folder, settings, TrackingMode.online, earlier)
+            return WandbRun(config, folder, settings, TrackingMode.online, earlier, told)
         except Exception as error:
             log.warning(
                 "wandb cannot send this run, which is kept for `wandb sync %s/wandb/offline-*`: %s", folder, error
             )
     try:
-        return WandbRun(config, folder, settings, TrackingMode.offline, earlier)
+        return WandbRun(config, folder, settings, TrackingMode.offline, earlier, told)
     except Exception as error:
         log.warning("wandb did not start, metrics.jsonl has everything: %s", error)
         return None
