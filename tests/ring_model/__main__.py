@@ -30,6 +30,7 @@ def main() -> int:
             {"checked": True, "dropping": ends},
             {"dropping": frozenset(steps)},
             {"selecting": frozenset([max(ends)]), "saving": ends},
+            {"predicted": True, "selecting": frozenset([max(ends)]), "saving": ends, "flushing": frozenset(steps[::2])},
         ]
         choices = itertools.product(
             range(1, min(interval, arguments.cohorts) + 1), range(interval + 1), ("backward", "step"), (True, False),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from tests.ring_model.actors import Actors
-from tests.ring_model.explore import Op
+from tests.ring_model.actors import Actors, items
+from tests.ring_model.explore import Op, Stamp
 from tests.ring_model.setup import Setup
 
 
 class Exchanges(Actors):
-    """sent: slots so far; latest: the number of the last window that was sent, by segment; uses: how many were."""
+    """sent: slots so far; latest: the number of the last window that was sent, by segment; uses: how many were.
+
+    shown: what the shadows hold, by turn and bucket, once all that was sent has been processed.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.exchanges = self.sent = 0
         self.latest, self.uses = [0] * setup.segments, [0] * setup.segments
+        self.shown: dict[tuple[int, int], Stamp] = {(turn, bucket): 0 for turn in (0, 1) for bucket in self.buckets}
 
     def _select(self) -> None:
         """`Pipeline._select`: segment by segment."""
@@ -21,6 +25,10 @@ class Exchanges(Actors):
         self._synchronize(self.compute, "zenflow.selection:_fetch")
         for segment in range(self.setup.segments):
             self._exchange(segment)
+        if self.setup.predicts:
+            self._synchronize(self.compute, "zenflow.predictions:note_weights")
+            writes = {self._shadow(turn, bucket): stamp for (turn, bucket), stamp in self.shown.items()}
+            self._host(("note", self.step), "zenflow.predictions:note_weights", writes=items(writes))
 
     def _exchange(self, segment: int) -> None:
         """Parts go through two halves of the idle ring, see `selection._Exchange.run`."""

@@ -54,6 +54,10 @@ class Memory:
     def _gradients(self, stamp: Stamp) -> dict[int, Stamp]:
         return {self._gradient(bucket): stamp for bucket in self.buckets}
 
+    def _shadow(self, turn: int, bucket: int) -> int:
+        """`SegmentMemory.shadow_of`: one, or two in turn."""
+        return self._cell("shadow", turn, bucket) if self.setup.predicts else self._cell("shadow", bucket)
+
     def _lane(self, turn: int, place: int, bucket: int) -> int:
         """`geometry.Segment.lane`: one, or one a step of two turns."""
         return self._cell("lane", turn, place, bucket) if self.setup.on_host else self._cell("ring", bucket)

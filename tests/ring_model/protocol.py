@@ -18,18 +18,22 @@ from typing import NamedTuple
 
 from tests.ring_model.actors import items
 from tests.ring_model.exchanges import Exchanges
-from tests.ring_model.explore import COPIES, LOST, Op, Program
+from tests.ring_model.explore import COPIES, LOST, Op, Program, Stamp
 from tests.ring_model.setup import ORDERS, Setup
 from zenflow.window import StepPlan, WindowClock
 
+PREDICTED = 1  # in the stamp of what shows a prediction from a window's masters
+
 
 class Sent(NamedTuple):
-    """`uploads.Sent`."""
+    """`uploads.Sent`; stamp: of what its shadow holds, a prediction being another thing than the window's masters."""
 
     bucket: int
     window: int
     seq: int
     due: int
+    turn: int
+    stamp: Stamp
 
 
 def build(setup: Setup) -> Program:
@@ -55,7 +59,7 @@ class _Run(Exchanges):
         self.copied: tuple[int, int] = (COPIES, 0)
         self.last_seq = {(segment, turn): 0 for segment in range(setup.segments) for turn in (0, 1)}
         self.leaving = False  # gradients are on their way
-        self.visible = [0] * setup.segments  # the window that the deferred weights show
+        self.visible: list[Stamp] = [0] * setup.segments  # what the deferred weights show: a window's result
         self.owned = 0  # the step whose selected masters the weights show
 
     def build(self) -> Program:
@@ -118,7 +122,7 @@ class _Run(Exchanges):
         self._upload(sent)
 
     def _upload(self, sent: Sent) -> None:
-        bucket, window, seq, _ = sent
+        bucket, window, seq, _, turn, stamp = sent
         if self._has("a: done before the upload"):
             if self.setup.stream_words:
                 self.uploads.wait_word(self.done, seq)
@@ -127,8 +131,8 @@ class _Run(Exchanges):
         self.uploads.push(
             ("upload", bucket, window),
             "zenflow.uploads:Uploads._copy",
-            reads={self._cell("shadow", bucket): window},
-            writes={self._cell("weights", bucket): window, self._cell("selected weights", bucket): LOST},
+            reads={self._shadow(turn, bucket): stamp},
+            writes={self._cell("weights", bucket): stamp, self._cell("selected weights", bucket): LOST},
         )
         self.uploaded[bucket] = self.uploads.event()
         self.queued.add(sent)
@@ -196,7 +200,8 @@ class _Run(Exchanges):
             replaced = [sent for sent in self.pending if self.setup.cohorts[self._segment(sent.bucket)] in ends]
             due = [sent for sent in self.pending if sent in due or sent in replaced]
         self._queue_rest(due)
-        sent = self._send_windows({cohort: self.clock.length(cohort) + 1 for cohort in ends}, plan.position + 1)
+        lengths = {cohort: self.clock.length(cohort) + 1 for cohort in ends}
+        sent = self._send_windows(lengths, plan.position + 1, prompt)
         self._land(due)
         self.pending += sent
         if prompt:
@@ -222,7 +227,7 @@ class _Run(Exchanges):
         if self._has("b: uploads before the selected masters"):
             self.compute.wait_stream(self.uploads)
         for sent in queued:
-            self.visible[self._segment(sent.bucket)] = sent.window
+            self.visible[self._segment(sent.bucket)] = sent.stamp
         self.pending = [sent for sent in self.pending if sent not in queued]
         self.queued, self.poisoned = set(), set()
 
@@ -236,7 +241,7 @@ class _Run(Exchanges):
             self._land(wanted)
             self._write_masters()
 
-    def _send_windows(self, lengths: Mapping[int, int], end: int) -> list[Sent]:
+    def _send_windows(self, lengths: Mapping[int, int], end: int, prompt: bool) -> list[Sent]:
         """Phase 3, and the worker's part of it."""
         ending = [segment for segment, cohort in enumerate(self.setup.cohorts) if cohort in lengths]
         if not ending:
@@ -246,7 +251,7 @@ class _Run(Exchanges):
             self.copies.wait_stream(self.compute)
         sent: list[Sent] = []
         for segment in ending:
-            sent += self._send_segment(segment, lengths[self.setup.cohorts[segment]], end)
+            sent += self._send_segment(segment, lengths[self.setup.cohorts[segment]], end, prompt)
         self.copied = self.copies.event()
         return sent
 
@@ -256,12 +261,13 @@ class _Run(Exchanges):
             every = self._has("e: that of every segment whose windows end")
             self._wait_done(max(last) if every else min(last))
 
-    def _send_segment(self, segment: int, steps: int, end: int) -> list[Sent]:
+    def _send_segment(self, segment: int, steps: int, end: int, prompt: bool) -> list[Sent]:
         turn, window, sent = self.uses[segment] % 2, self.logged, []
+        stamp = (window, PREDICTED) if self.setup.predicts and not prompt else window
         self.latest[segment] = window
         for bucket in self._members(segment):
             self.sent += 1
-            sent.append(Sent(bucket, window, self.sent, self.step + self.setup.delay))
+            sent.append(Sent(bucket, window, self.sent, self.step + self.setup.delay, turn, stamp))
             if len(sent) == 1:
                 self._write_records(segment, turn)
             if bucket in self.uploaded and self._has("c: the upload before ready"):
@@ -299,8 +305,8 @@ class _Run(Exchanges):
 
     def _process(self, sent: Sent, steps: int, end: int) -> None:
         """Phase 4: what the worker does with a slot. It takes only one whose `ready` is the number that is due."""
-        bucket, window, seq, _ = sent
-        segment, turn = self._segment(bucket), self._turn(bucket)
+        bucket, window, seq, _, turn, stamp = sent
+        segment = self._segment(bucket)
         ready = self._cell("ready", turn, bucket, counter=True)
         records = {self._cell(name, turn, segment): window for name in ("host record", "log record")}
         reads = {ready: seq} | records
@@ -308,7 +314,8 @@ class _Run(Exchanges):
             reads |= self._lanes(bucket, steps, end)
         else:
             reads[self._lane(turn, 0, bucket)] = window
-        written = {self._cell("shadow", bucket): window, self._cell("master", bucket): window}
+        self.shown[turn, bucket] = stamp
+        written = {self._shadow(turn, bucket): stamp, self._cell("master", bucket): window}
         where, until = "zenflow.planning:SegmentWork.process", ((ready, seq),)
         work = Op(("process", seq), where, until=until, reads=items(reads), writes=items(written))
         finish = Op(("finish", seq), "zenflow.header:Header.finish", writes=((self.done, seq),))
@@ -330,7 +337,9 @@ class _Run(Exchanges):
         self._wait_done(self.sent)
         if self._has("e: copies are finished before a state is read"):
             self._synchronize(self.copies, "zenflow.sending:Sender.finish_copies")
-        reads = self._all("master", self.latest) | self._all("shadow", self.latest)
+        turns = {bucket: self._turn(bucket) ^ 1 for bucket in self.buckets}  # of the last windows that were sent
+        reads = {self._shadow(turn, bucket): self.shown[turn, bucket] for bucket, turn in turns.items()}
+        reads |= self._all("master", self.latest)
         for bucket in self.buckets if self.setup.on_host else ():
             reads |= self._lanes(bucket, self._length(bucket), self.clock.state.position)
         self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=items(reads))
@@ -341,19 +350,42 @@ class _Run(Exchanges):
         self._host(("check",), "zenflow.client:WorkerClient.check", asks="check")
         self._show(self.pending)
         running = {cohort: self.clock.length(cohort) for cohort in self.clock.running}
-        self.pending = self._send_windows(running, self.clock.state.position)
+        self.pending = self._send_windows(running, self.clock.state.position, prompt=True)
         self.clock.restart()
         self._wait_done(self.sent)
+        self._replace_predictions()
         self._show(self.pending)
         self._write_masters()
         assert (self.visible, self.owned) == (self.latest, self.step)
         self._look("zenflow.pipeline:Pipeline.flush")
 
+    def _replace_predictions(self) -> None:
+        """`predictions.replace_predictions`: masters of segments that have no result on their way."""
+        where, waiting = "zenflow.predictions:replace_predictions", {sent.bucket for sent in self.pending}
+        for bucket in self.buckets:
+            latest = self.latest[self._segment(bucket)]
+            if bucket in waiting or self.visible[self._segment(bucket)] != (latest, PREDICTED):
+                continue
+            turn = self._turn(bucket) ^ 1
+            if self._has("predictions: the last upload before masters take its shadow"):
+                self._host(("arrived", self.step, 0), where, after=(self.uploaded[bucket],))
+            read, written = ((self._cell("master", bucket), latest),), ((self._shadow(turn, bucket), latest),)
+            self._host(("rewrite", self.step, bucket), where, reads=read, writes=written)
+            self.shown[turn, bucket] = latest
+            self.pending.append(Sent(bucket, 0, self.sent, self.step, turn, latest))
+
     def _look(self, where: str) -> None:
-        """All weights are what they should be now, for a host that has waited for the compute stream."""
+        """All weights are what they should be now, for a host that has waited for the compute stream.
+
+        And so is the shadow that keeps what is visible of predictions: `predictions.visible_shadow`.
+        """
         self._synchronize(self.compute, where)
-        weights = self._all("weights", self.visible) | self._each("selected weights", self.owned)
-        self._host(("look", self.step), where, reads=items(weights))
+        reads = self._all("weights", self.visible) | self._each("selected weights", self.owned)
+        waiting = {sent.bucket for sent in self.pending}
+        for bucket in self.buckets if self.setup.predicts else ():
+            turn = self._turn(bucket) ^ (bucket not in waiting)
+            reads[self._shadow(turn, bucket)] = self.visible[self._segment(bucket)]
+        self._host(("look", self.step), where, reads=items(reads))
 
 
 def places(program: Program) -> Iterator[str]:

@@ -19,6 +19,7 @@ ORDERS = {
     "e: copies are finished before a state is read": "zenflow.sending:Sender.finish_copies",
     "f: the payload before ready": "zenflow.sending:Sender._raise_ready",
     "f: the shadow before done": "zenflow.header:Header.finish",
+    "predictions: the last upload before masters take its shadow": "zenflow.predictions:replace_predictions",
     "cohorts: a result arrives before the next one takes its place": "zenflow.pipeline:Pipeline._end_window",
     "selection: what leaves has arrived before the worker is told": "zenflow.selection:_Exchange._order",
     "selection: the worker has answered before what enters is copied": "zenflow.client:WorkerClient.end_exchange",
@@ -34,7 +35,8 @@ class Setup:
     stream_words: streams wait for `done` themselves, else the host does. zeroed: gradients are zeroed in place between
     two steps, else given up. checked: a bucket's first upload is tried with NaN (`upload_check`). selecting: steps at
     which a selection is due, for the first end of a window; state moves in `parts`, through the rings of a segment's
-    first and last bucket, which must be two. saving, flushing: steps after which `state_dict()` or `flush()` is called.
+    first and last bucket, which must be two. predicted: late results are predictions, which a flush replaces.
+    saving, flushing: steps after which `state_dict()` or `flush()` is called.
     dropping: steps whose first gradients are thrown away.
     without: of ORDERS.
     """
@@ -49,6 +51,7 @@ class Setup:
     stream_words: bool = True
     zeroed: bool = False
     checked: bool = False
+    predicted: bool = False
     selecting: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     flushing: frozenset[int] = frozenset()
@@ -64,6 +67,11 @@ class Setup:
     def delay(self) -> int:
         """`visible_after`, in steps."""
         return self.interval if self.visible_after is None else self.visible_after
+
+    @property
+    def predicts(self) -> bool:
+        """`ZenFlowConfig.predicts`."""
+        return self.predicted and self.delay > 0
 
     @property
     def cohorts(self) -> list[int]:

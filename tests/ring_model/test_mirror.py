@@ -91,7 +91,7 @@ class NotingEngine:
             min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
             update_interval=setup.interval, stagger=setup.segments > 1, **delay, upload=setup.upload,
             upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
-            select_interval=min(setup.selecting, default=10**6),
+            select_interval=min(setup.selecting, default=10**6), weight_prediction=float(setup.predicted),
         )  # fmt: skip
         self.pipeline = self.engine._pipeline
         assert [storage.cohort for storage in self.pipeline.storages] == setup.cohorts
@@ -258,9 +258,9 @@ class Unfinished:
 
 
 def comparable(host: list[Op]) -> list[tuple]:
-    """What the host did, less what a CPU cannot show: reading results, and waiting for the compute stream."""
+    """What the host did, less what a CPU cannot show: what it reads and writes, and waiting for the compute stream."""
     unseen = (("synchronize", COMPUTE),)
-    keys = [op.key for op in host if op.key[0] not in ("look", "save") and op.key not in unseen]
+    keys = [op.key for op in host if op.key[0] not in ("look", "save", "rewrite") and op.key not in unseen]
     return [key[:2] if key[0] in ("order", "answer") else key for key in keys]
 
 
@@ -289,6 +289,8 @@ SETUPS = {
     "cohorts-selection": {"buckets": 1, "segments": 2, "interval": 2, "selecting": {2, 4, 6}},
     "cohorts-host": {"buckets": 1, "segments": 2, "interval": 3, "on_host": True, "flushing": {5}},
     "cohorts-no-overlap": {"segments": 2, "interval": 2, "visible_after": 0},
+    "predicted": {"predicted": True, "interval": 2, "flushing": {2, 3}, "saving": {4}},
+    "predicted-cohorts": {"predicted": True, "segments": 2, "interval": 2, "visible_after": 1, "flushing": {4}},
     "host": {"on_host": True, "interval": 2, "saving": {3}},
     "host-zeroed": {"on_host": True, "zeroed": True, "dropping": {2}},
 }

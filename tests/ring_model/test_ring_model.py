@@ -41,6 +41,12 @@ SETUPS = {
     "cohorts-check": {"buckets": 1, "segments": 2, "interval": 2, "visible_after": 1, "checked": True, "dropping": {3}},
     "cohorts-host": {"segments": 2, "interval": 2, "on_host": True, "saving": STEPS, "selecting": {3}},
     "three-cohorts": {"buckets": 1, "segments": 3, "interval": 3, "windows": 2, "visible_after": 2, "upload": "step"},
+    "predicted": {"predicted": True, "saving": STEPS},
+    "predicted-sooner": {"predicted": True, "interval": 2, "visible_after": 1, "saving": {2, 3}, "flushing": {2, 5}},
+    "predicted-cohorts": {
+        **{"predicted": True, "segments": 2, "interval": 2, "windows": 2, "visible_after": 1},
+        **{"selecting": {3}, "saving": STEPS, "flushing": {2}},
+    },
     "host-no-overlap": {"on_host": True, "visible_after": 0, "selecting": EVEN, "flushing": {3}},
 }
 
@@ -78,6 +84,10 @@ MISSED = {
     "e: copies are finished before a state is read": ("host-all", r"save .*lane"),
     "f: the payload before ready": ("overlap", r"same time: .*copy .*process .*both touch ring"),
     "f: the shadow before done": ("overlap", r"same time: .*upload .*process .*both touch shadow"),
+    "predictions: the last upload before masters take its shadow": (
+        "predicted",
+        r"same time: .*rewrite .*upload .*both touch shadow",
+    ),
     "cohorts: a result arrives before the next one takes its place": (
         "cohorts-selection",
         r"same time: .*copy 3 .*process 3 .*both touch ring",
