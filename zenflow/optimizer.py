@@ -122,7 +122,8 @@ class ZenFlow(torch.optim.Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """End the running window now: its partial sum is applied and every result becomes visible in the weights."""
+        """End the running window now: its partial sum is applied and every result becomes visible in the weights, which
+        are rounded masters afterwards, no predictions (`weight_prediction`)."""
         self._running().flush()
 
     @torch.no_grad()
@@ -133,7 +134,8 @@ class ZenFlow(torch.optim.Optimizer):
     def close(self, flush: bool = True) -> None:
         """Stop the CPU optimizer and free its memory; idempotent. The weights stay, `step()` raises afterwards.
 
-        With `flush` (the default) every deferred result is applied first; without, what is on its way is dropped.
+        With `flush` (the default) every deferred result is applied first; without, what is on its way is dropped, and
+        predictions that are visible stay.
         """
         if self._closed or self._pipeline is None:
             self._closed = True
