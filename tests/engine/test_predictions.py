@@ -229,8 +229,7 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in LOADS), ("to-none", "fp32")])
 def test_a_state_goes_on_under_another_prediction(
     name: str, dtype: str, device: str, build: Builder, tmp_path: Path
 ) -> None:

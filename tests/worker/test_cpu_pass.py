@@ -155,7 +155,7 @@ def test_a_sum_that_overflows_moves_no_weight_as_its_exact_mean_would(library, g
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("prediction", [1.0, 0.3, 1e-50], ids=str)
+@pytest.mark.parametrize("prediction", [0.3, 1e-50], ids=str)
 def test_predictions_equal_the_simulation_and_stay_out_of_the_masters(library, prediction, out_dtype):
     """With a factor that fp32 does not hold, so that its rounding shows, and one that is 0 in fp32."""
     for number, (rows, cols) in enumerate(SHAPES):

@@ -46,8 +46,7 @@ def test_windows_match_the_simulation(trainer, channel_dim, rule):
         t.check()
 
 
-@pytest.mark.parametrize("native", ["1", "0"], ids=["compiled", "torch"])
-@pytest.mark.parametrize("rule", ["accumulate", "replay"])
+@pytest.mark.parametrize(("rule", "native"), [("accumulate", "1"), ("replay", "1"), ("replay", "0")])
 def test_predictions_go_to_two_shadows_in_turn(trainer, monkeypatch, rule, native):
     """The fourth window's results are shown at once, and a matrix has no counted step: both show plain masters."""
     monkeypatch.setenv("ZENFLOW_NATIVE", native)
