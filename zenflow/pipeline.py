@@ -378,6 +378,7 @@ class Pipeline:
 
     def _end_transit(self) -> None:
         try:
+            self.client.check()  # a stream that waits for a dead worker is let go, and copies what is half written
             self.make_visible()
         except WorkerError:
             self.uploads.rescue()

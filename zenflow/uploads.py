@@ -288,8 +288,8 @@ class Uploads:
         """Queue those of these uploads that backward has not."""
         self._remove_hooks()
         rest = [sent for sent in wanted if sent not in self._queued]
-        if self.stream is not None and rest:
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        if rest:
+            self._follow_compute()
         for sent in rest:
             self._upload(sent)
 
@@ -298,6 +298,7 @@ class Uploads:
 
         Of two shadows that which the worker has not in hand: what was visible before.
         """
+        self._follow_compute()
         for sent in self.pending:
             members = sent.storage.members[sent.bucket.index]
             if sent not in self._queued and not self._held.isdisjoint(members):
@@ -315,6 +316,10 @@ class Uploads:
             sent.storage.shows_prediction = sent.predicted
         self.pending = [sent for sent in self.pending if sent not in landed]
         self._queued, self._held, self._poisoned, self._begun = set(), set(), set(), False
+
+    def _follow_compute(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _remove_hooks(self) -> None:
         _remove(self._handles)

@@ -58,7 +58,7 @@ def no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 # By `stagger`: steps in which the host asks, steps that are not watched (questions, and what compiles), and those in
 # whose backward pass results land.
-ORDINARY = {False: ([1, 6], (1, 2, 3, 6), (9, 12, 15)), True: ([1, 4, 5, 6], range(1, 7), range(7, 16))}
+ORDINARY = {False: ([1, 6], (1, 2, 3, 6), (9, 12, 15)), True: ([1, 5, 6], range(1, 7), (8, 9, 11, 12, 14, 15))}
 
 
 @pytest.mark.parametrize("rule", RULES)

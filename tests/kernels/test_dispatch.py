@@ -65,5 +65,5 @@ def test_the_patched_cast_rounds_as_torch_does(device):
     weight = torch.full((1, x.numel()), float("nan"), dtype=torch.bfloat16, device=device)
     state = [tensor.view(1, -1).to(device) for tensor in (x, zeros, zeros)]
     start = torch.zeros(1, dtype=torch.int32, device=device)
-    write_masters(Table([Entry(weight, "whole", 0, *state, start, None, None)], 0), StepControl.create(1, 1, "cpu"))
+    write_masters(Table([Entry(weight, "whole", 0, *state, start, None, None)], 0), StepControl.create(1, 1, device))
     assert torch.equal(weight.cpu().view(torch.int16), x.bfloat16().view(1, -1).view(torch.int16))
