@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the deferred rules cost in quality: pretraining, the sweep of 36 runs and its report, all in one folder.
+# What the deferred rules cost in quality: pretraining, the sweep of 48 runs and its report, all in one folder.
 #   scripts/rules.sh [FOLDER [SETTING...]]      for a GPU; settings are zenflow-train's and go to all runs
 #   scripts/rules.sh runs/rules_debug debug=rules     the whole path in a minute on two CPU cores
 # PYTHON names the interpreter (default: python3); the source tree is used, nothing has to be installed.
