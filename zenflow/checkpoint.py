@@ -36,6 +36,7 @@ from zenflow.outside import adopt_outside_changes, pending_hyper
 from zenflow.pipeline import Pipeline
 from zenflow.predictions import coming_shadow, coming_turn, saved_predictions
 from zenflow.storage import Newcomer, ParamRecord
+from zenflow.visible import make_visible
 
 
 def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, Any]]:
@@ -152,7 +153,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     adopt_outside_changes(pipeline)
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()  # raw gradients may be on their way into the lanes that a loaded window takes
-    pipeline.make_visible()
+    make_visible(pipeline)
     pipeline.clock.load_state_dict(engine["clock"])
     pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
     if predicts(engine["config"]) and not pipeline.config.predicts:

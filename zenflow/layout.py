@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 from zenflow_kernels.control import StepControl
@@ -17,6 +16,7 @@ from zenflow_kernels.table import Table
 from zenflow.arena import require_memory
 from zenflow.client import WorkerClient
 from zenflow.cores import CorePlan, plan_cores
+from zenflow.pipeline import Pipeline
 from zenflow.ring import WorkerSettings, bytes_of
 from zenflow.storage import (
     DTYPE_NAMES,
@@ -29,9 +29,6 @@ from zenflow.storage import (
     record_whole,
 )
 from zenflow.window import divide, union
-
-if TYPE_CHECKING:
-    from zenflow.pipeline import Pipeline
 
 
 def lay_out(

@@ -18,15 +18,20 @@ from zenflow import checkpoint, checkpoint_checks
 from zenflow.adamw_state import from_adamw, is_adamw_state, to_adamw
 from zenflow.channel_state import ChannelState, channel_state
 from zenflow.checks import check_parameters, group_hyper, has_gradient
+from zenflow.closing import close_pipeline
 from zenflow.config import ZenFlowConfig
 from zenflow.export import full_precision
 from zenflow.layout import lay_out
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.stats import Stats
+from zenflow.step import run_step
 from zenflow.storage import Newcomer
 from zenflow.telemetry import StepRecord
 from zenflow.trace import Tracer
+from zenflow.tracing import start_trace, stop_trace
+from zenflow.visible import drop_gradients
+from zenflow.window_end import flush_pipeline
 
 _CLOSED = "this ZenFlow optimizer is closed; build a new one"
 
@@ -100,7 +105,7 @@ class ZenFlow(torch.optim.Optimizer):
         pipeline = self._pipeline
         if pipeline is not None and not self._closed and not pipeline.stepping:
             with torch.no_grad():
-                pipeline.drop_gradients()
+                drop_gradients(pipeline)
             if not set_to_none:
                 pipeline.sender.release_gradients()
         super().zero_grad(set_to_none)
@@ -117,14 +122,14 @@ class ZenFlow(torch.optim.Optimizer):
         if any(has_gradient(param) for param in self._unknown):
             self._lay_out(self._newcomers(lambda param: has_gradient(param) and id(param) not in self._known))
         self._warn_without_gradients()
-        pipeline.step(self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        run_step(pipeline, self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
 
     @torch.no_grad()
     def flush(self) -> None:
         """End the running window now: its partial sum is applied and every result becomes visible in the weights, which
         are rounded masters afterwards, no predictions (`weight_prediction`)."""
-        self._running().flush()
+        flush_pipeline(self._running())
 
     @torch.no_grad()
     def reload_weights(self) -> None:
@@ -145,7 +150,7 @@ class ZenFlow(torch.optim.Optimizer):
                 self.flush()
         finally:
             self._closed = True
-            self._pipeline.close()
+            close_pipeline(self._pipeline)
 
     def __enter__(self) -> ZenFlow:
         return self
@@ -187,11 +192,11 @@ class ZenFlow(torch.optim.Optimizer):
     def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
         """Record a Chrome trace of the steps inside the block and write it to `path` (ui.perfetto.dev shows it)."""
         pipeline = self._running()
-        tracer = pipeline.start_trace()
+        tracer = start_trace(pipeline)
         try:
             yield tracer
         finally:
-            pipeline.stop_trace()
+            stop_trace(pipeline)
         tracer.write(path)
 
     @torch.no_grad()
@@ -331,7 +336,7 @@ class ZenFlow(torch.optim.Optimizer):
         wanted = [[id(newcomer.param) for newcomer in together] for together in layout]
         here = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
         if (wanted and mine != wanted[: len(mine)]) or (cohorts and not here.items() <= cohorts.items()):
-            pipeline.close()
+            close_pipeline(pipeline)
             self._pipeline, self._known = Pipeline(self.config, pipeline.device, pipeline.telemetry), set()
         try:
             for together in (*layout, saved):

@@ -10,7 +10,6 @@ received. Where results are shown as predictions, the second of the two shadows 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.cpu_pass import plan_update
+from zenflow.pipeline import Pipeline
 from zenflow.predictions import visible_shadow
 from zenflow.storage import ParamRecord, bits, view_of_its_own
-
-if TYPE_CHECKING:
-    from zenflow.pipeline import Pipeline
 
 logger = logging.getLogger("zenflow")
 

@@ -8,17 +8,13 @@ load, and `flush()`, after which masters are visible.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.scatter import scatter_channels_
 
+from zenflow.pipeline import Pipeline
 from zenflow.storage import ParamRecord, SegmentStorage, bits
-
-if TYPE_CHECKING:
-    from zenflow.pipeline import Pipeline
 
 _CHUNK = 1 << 22  # elements that are rounded at once
 

@@ -194,7 +194,7 @@ def test_the_norm_is_summed_in_the_order_of_the_saved_run(
         summed.append(partials.cpu().clone())
         close_step(control, partials, *arguments, **options)
 
-    monkeypatch.setattr("zenflow.pipeline.close_step", watched)
+    monkeypatch.setattr("zenflow.step.close_step", watched)
     shapes = [(6, 5), (4,), (300, 300), (2, 2)]  # the third has several partial sums
     stream = make_gradients(shapes, steps=4)
     for late in (stream[0], stream[1], stream[2]):

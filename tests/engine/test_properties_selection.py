@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.engine.driving import DTYPES, assert_same_bits, backward, make_gradients, make_parameters, snapshot
 from zenflow import ZenFlow
+from zenflow.owners import candidates, select
 from zenflow.selection import choose_channels
 
 # Their squares and magnitudes add up exactly in fp32, whatever the order; few of them, so that scores tie.
@@ -100,16 +101,16 @@ def test_a_selection_moves_owners_and_no_bit_of_any_state(
         data.draw(gradients(*record.weight.shape)).to(record.dtype).view(record.param.shape)
         for record in pipeline.records
     ]
-    candidates = pipeline._candidates()
-    assert len(candidates) >= 4
+    movable = candidates(pipeline)
+    assert len(movable) >= 4
     with torch.no_grad():
-        pipeline._select(candidates, step=1)
-    wanted = choose_channels(candidates, [pipeline.grads[record.index] for record in candidates], "square")
+        select(pipeline, movable, step=1)
+    wanted = choose_channels(movable, [pipeline.grads[record.index] for record in movable], "square")
     pipeline.grads = []
     for old, new, name in zip(before, states(optimizer, parameters), range(len(parameters)), strict=True):
         for one, other in zip(old, new, strict=True):
             assert_same_bits(other, one, f"parameter {name}")
-    for record, chosen in zip(candidates, wanted, strict=True):
+    for record, chosen in zip(movable, wanted, strict=True):
         assert record.selected.tolist() == chosen.tolist()
         owners = torch.full((record.slot.numel(),), -1, dtype=torch.int32)
         owners[chosen] = torch.arange(len(chosen), dtype=torch.int32)

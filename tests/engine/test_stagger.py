@@ -187,8 +187,8 @@ def test_a_due_selection_runs_in_that_very_step_and_is_the_only_question(
 ) -> None:
     """Every step is some cohort's window end; the step that is skipped leaves the selection to the next."""
     asked: list[int] = []
-    question = Pipeline._is_finite
-    monkeypatch.setattr(Pipeline, "_is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
+    question = Pipeline.is_finite
+    monkeypatch.setattr(Pipeline, "is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
     parameters = make_parameters(EQUAL, torch.bfloat16, device)
     engine = build(parameters, **SETTINGS, **UNCHECKED, select_interval=6)
     selections = []

@@ -71,8 +71,8 @@ def test_an_ordinary_step_never_synchronises(
     first window of each cohort that could upload; nothing else."""
     questions, unwatched, landing = ORDINARY[stagger]
     asked: list[int] = []
-    question = Pipeline._is_finite
-    monkeypatch.setattr(Pipeline, "_is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
+    question = Pipeline.is_finite
+    monkeypatch.setattr(Pipeline, "is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
     parameters = make_parameters(SHAPES, torch.bfloat16, "cuda")
     settings = {"topk_ratio": 0.1, "update_interval": 3, "select_interval": 1000, "max_grad_norm": clip}
     engine = build(parameters, lr=0.01, stagger=stagger, **settings, **RULES[rule])

@@ -20,7 +20,7 @@ class Exchanges(Actors):
         self.shown: dict[tuple[int, int], Stamp] = {(turn, bucket): 0 for turn in (0, 1) for bucket in self.buckets}
 
     def _select(self) -> None:
-        """`Pipeline._select`: segment by segment."""
+        """`owners.select`: segment by segment."""
         self._wait_done(self.sent)
         self._synchronize(self.compute, "zenflow.selection:_fetch")
         for segment in range(self.setup.segments):

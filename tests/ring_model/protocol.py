@@ -102,7 +102,7 @@ class _Run(Exchanges):
                     self._take_over(sent)
 
     def _drop_gradients(self) -> None:
-        """`Pipeline.drop_gradients`: weights that went into transit arrive first."""
+        """`visible.drop_gradients`: weights that went into transit arrive first."""
         if self.setup.upload == "backward":
             self._show(self._due())
 
@@ -138,7 +138,7 @@ class _Run(Exchanges):
         self.queued.add(sent)
 
     def _step(self) -> None:
-        """Phase 2, `Pipeline.step`."""
+        """Phase 2, `step.run_step`."""
         self._host(("check",), "zenflow.client:WorkerClient.check", asks="check")
         self.clock.state.selection_due |= self.step in self.setup.selecting
         plan = self.clock.begin_step()
@@ -147,7 +147,7 @@ class _Run(Exchanges):
             self.compute.wait_event(self.copied)
         grads = self._gradients(self.step)
         log = {self._cell("device log"): self.step}
-        self.compute.push(("close", self.step), "zenflow.pipeline:Pipeline._reduce", grads, log)
+        self.compute.push(("close", self.step), "zenflow.step:_reduce", grads, log)
         if self.poisoned:
             self._synchronize(self.compute, "zenflow.uploads:Uploads.end_backward")
             self.passed |= self.poisoned
@@ -190,10 +190,10 @@ class _Run(Exchanges):
         return self.uses[self._segment(bucket)] % 2
 
     def _end_window(self, plan: StepPlan) -> None:
-        """`Pipeline._end_window`."""
+        """`window_end.end_windows`."""
         selects = plan.selects
         if selects:
-            self._synchronize(self.compute, "zenflow.pipeline:Pipeline._is_finite")
+            self._synchronize(self.compute, "zenflow.pipeline:Pipeline.is_finite")
         ends, prompt = self.clock.cohorts if selects else plan.ends, plan.synchronous or selects
         due = self._due()
         if self._has("cohorts: a result arrives before the next one takes its place"):
@@ -232,7 +232,7 @@ class _Run(Exchanges):
         self.queued, self.poisoned = set(), set()
 
     def _write_masters(self) -> None:
-        where = "zenflow.pipeline:Pipeline.write_selected"
+        where = "zenflow.visible:write_selected"
         self.compute.push(("masters", self.step), where, writes=self._each("selected weights", self.owned))
 
     def _show(self, wanted: Sequence[Sent]) -> None:
@@ -346,7 +346,7 @@ class _Run(Exchanges):
         self._look("zenflow.optimizer:ZenFlow.state_dict")
 
     def _flush(self) -> None:
-        """`Pipeline.flush`, and a user who looks at the weights after it."""
+        """`window_end.flush_pipeline`, and a user who looks at the weights after it."""
         self._host(("check",), "zenflow.client:WorkerClient.check", asks="check")
         self._show(self.pending)
         running = {cohort: self.clock.length(cohort) for cohort in self.clock.running}
@@ -357,7 +357,7 @@ class _Run(Exchanges):
         self._show(self.pending)
         self._write_masters()
         assert (self.visible, self.owned) == (self.latest, self.step)
-        self._look("zenflow.pipeline:Pipeline.flush")
+        self._look("zenflow.window_end:flush_pipeline")
 
     def _replace_predictions(self) -> None:
         """`predictions.replace_predictions`: masters of segments that have no result on their way."""

@@ -19,8 +19,8 @@ from tests.ring_model.actors import Stream
 from tests.ring_model.explore import ACTORS, COMPUTE, COPIES, HOST, UPLOADS, Op
 from tests.ring_model.protocol import build
 from tests.ring_model.setup import Setup
-from zenflow import ZenFlow
-from zenflow import pipeline as pipeline_module
+from zenflow import ZenFlow, owners, visible
+from zenflow import step as step_module
 from zenflow.client import WorkerClient
 from zenflow.ring import SegmentMemory
 from zenflow.selection import _Exchange
@@ -153,8 +153,12 @@ class NotingEngine:
 
             monkeypatch.setattr(owner, name, noting)
 
-        for name, key in (("close_step", "close"), ("fused_step", "update"), ("write_masters", "masters")):
-            before(pipeline_module, name, lambda *_, key=key: self.compute.push((key, self.step), ""))
+        for owner, name, key in (
+            (step_module, "close_step", "close"),
+            (step_module, "fused_step", "update"),
+            (visible, "write_masters", "masters"),
+        ):
+            before(owner, name, lambda *_, key=key: self.compute.push((key, self.step), ""))
         before(WorkerClient, "check", lambda client: self.note("check"))
         before(WorkerClient, "wait_done", lambda client, seq, *_: self.note("wait for", seq))
         before(SegmentMemory, "_write_window", self._records)
@@ -165,7 +169,7 @@ class NotingEngine:
         before(Uploads, "_copy", self._upload)
         before(_Exchange, "_leave", self._leave)
         before(_Exchange, "_enter", self._enter)
-        monkeypatch.setattr(pipeline_module, "choose_channels", self._choose)
+        monkeypatch.setattr(owners, "choose_channels", self._choose)
         before(WorkerClient, "begin_exchange", lambda *_: self.note("order", self.step))
         before(WorkerClient, "end_exchange", lambda *_: self.note("answer", self.step))
         made = _Exchange.__init__

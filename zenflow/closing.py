@@ -1,0 +1,45 @@
+"""The end of a pipeline: the worker stops, and what it held on the host is given back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from zenflow.client import WorkerError
+from zenflow.pipeline import Pipeline
+from zenflow.tracing import stop_trace
+from zenflow.visible import land, make_visible, write_selected
+
+
+def close_pipeline(pipeline: Pipeline) -> None:
+    """Stop the worker and give back every byte of host memory; the parameters stay, whole, what they are."""
+    try:
+        if pipeline.uploads.in_transit:
+            _end_transit(pipeline)
+        with suppress(WorkerError):
+            stop_trace(pipeline)
+    finally:
+        _free(pipeline)
+
+
+def _end_transit(pipeline: Pipeline) -> None:
+    try:
+        pipeline.client.check()  # a stream that waits for a dead worker is let go, and copies what is half written
+        make_visible(pipeline)
+    except WorkerError:
+        pipeline.uploads.rescue()
+        land(pipeline, pipeline.uploads.pending)
+        write_selected(pipeline)
+
+
+def _free(pipeline: Pipeline) -> None:
+    if pipeline.client is not None:
+        pipeline.uploads.close()
+        pipeline.client.close()
+    for storage in pipeline.storages:
+        storage.close()
+    if pipeline.cores is not None:
+        pipeline.cores.restore_trainer()
+    if pipeline.unbound_threads is not None:
+        torch.set_num_threads(pipeline.unbound_threads)
