@@ -25,7 +25,7 @@ from zenflow.cores import available_memory
 POPULATE_CHUNK = 64 << 20
 PAGE = resource.getpagesize()
 HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-HUGE_PAGE_SECONDS = 5.0  # to make huge pages in: it is slow where free memory lies in pieces, and the rest stays small
+HUGE_PAGE_SECONDS = 2.0  # to make huge pages in: it is slow where free memory lies in pieces, and the rest stays small
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 1, 0x10, 0x4022  # the last: private, anonymous, without reserve
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
