@@ -23,7 +23,7 @@ def plans(memory, counted, turn=1, rule="accumulate"):
     hyper = np.full((MAX_STEPS, GROUPS, 5), (1e-3, 0.9, 0.99, 1e-8, 0.1))
     factors = np.arange(MAX_STEPS, dtype=np.float32)
     counted, places = np.array(counted, dtype=bool), np.arange(MAX_STEPS)
-    slot = Slot(hyper, counted, clip=factors + 1, inv_scale=factors + 10, places=places, predict=0.0)
+    slot = Slot(hyper, counted, clip=factors + 1, inv_scale=factors + 10, places=places, predict=False)
     spans = [slice(m.step_offset, m.step_offset + m.channels) for m in memory.segment.matrices]
     bounds = [np.array([extreme(memory.channel_step[span]) for span in spans]) for extreme in (np.min, np.max)]
     window = WindowPlans(memory, WorkerSettings(deferred_rule=rule), slot, turn, *bounds)
