@@ -35,7 +35,8 @@ def _end_transit(pipeline: Pipeline) -> None:
 
 def _free(pipeline: Pipeline) -> None:
     if pipeline.client is not None:
-        pipeline.uploads.close()
+        pipeline.uploads.remove_hooks()
+        pipeline.uploader.close()
         pipeline.client.close()
     for storage in pipeline.storages:
         storage.close()

@@ -124,7 +124,7 @@ def _hand_over(pipeline: Pipeline, storage: SegmentStorage) -> None:
     if pipeline.client is None:
         pipeline.client = _start_worker(pipeline)
         pipeline.sender.client = pipeline.client
-        pipeline.uploads.follow(pipeline.client)
+        pipeline.uploader.follow(pipeline.client)
     pipeline.client.attach(storage.segment, storage.memory)
 
 

@@ -24,7 +24,8 @@ from zenflow.sending import Sender
 from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer
-from zenflow.uploads import Sent, Uploads
+from zenflow.uploading import Sent, Uploader
+from zenflow.uploads import Uploads
 from zenflow.window import WindowClock
 
 
@@ -55,7 +56,8 @@ class Pipeline:
         self.tracer: Tracer | None = None
         self.gap = ExitStack()  # the span between two steps, while tracing
         self.sender = Sender(device, self.telemetry)
-        self.uploads = Uploads(config, device, self.records, self.telemetry)
+        self.uploader = Uploader(device, self.telemetry)
+        self.uploads = Uploads(config, device, self.records, self.uploader)
         self.loaded_hyper: dict[int, np.ndarray] = {}  # of results that came with a loaded state, see `pending_hyper`
         # One row a step of the longest running window; in the first, one tuple a group.
         self.hyper_log: list[list[tuple[float, ...]]] = []

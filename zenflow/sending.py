@@ -25,7 +25,7 @@ from zenflow.driver import ask, stream_words
 from zenflow.storage import ParamRecord, SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 TURN_BYTES = 64 * 2**20  # of gradients that one of the two streams copies before the other takes over
 

@@ -11,7 +11,8 @@ shown late is written as a prediction (`cpu_pass.py`), of two shadows in turn to
 visible; masters, what is shown at once, and what `flush()` leaves are no predictions.
 Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, in this step (staleness
 0) or, from backward on, in the one that comes `visible_after` steps later (staleness 1), the next window's last at
-most; then the selected channels, which the shadow does not know, are written over it (`uploads.py`, `visible.py`).
+most; then the selected channels, which the shadow does not know, are written over it (`uploads.py`, `uploading.py`,
+`visible.py`).
 
 Orders that hold it together, per bucket: an upload waits for the last gradient and for `done`; `step()`'s own writes
 come after it; a copy to the ring follows the fold, and the upload that empties the shadow which the worker will write
@@ -53,7 +54,7 @@ def run_step(pipeline: Pipeline, groups: list[dict], grad_scale: Tensor | None, 
     hyper_row = [group_hyper(group) for group in groups]
     # From here on the step counts; what the caller could have got wrong has been refused.
     pipeline.stepping = True
-    uploads.ignore_gradients()
+    uploads.remove_hooks()
     plan = pipeline.clock.begin_step()
     pipeline.gap.close()
     _begin_record(pipeline, plan.step)

@@ -39,4 +39,4 @@ def stop_trace(pipeline: Pipeline) -> None:
 
 
 def _give(pipeline: Pipeline, tracer: Tracer | None) -> None:
-    pipeline.tracer = pipeline.sender.tracer = pipeline.uploads.tracer = tracer
+    pipeline.tracer = pipeline.sender.tracer = pipeline.uploader.tracer = tracer

@@ -1,14 +1,13 @@
-"""Phase 5: the worker's results go from the shadow straight into the weights, under the last backward pass before they
-are due.
+"""Phase 5, what is due: the worker's results go into the weights, under the last backward pass before they are due.
 
 A hook on each deferred parameter sees its gradient arrive. Once all gradients of a bucket exist, backward needs its
-weights no more, and the upload stream takes the bucket over as soon as the worker has finished it. From then until
-`step()` the weights are in transit; `step()` queues what backward could not take and writes the selected channels over.
+weights no more, and the upload stream takes the bucket over as soon as the worker has finished it (`uploading.py`).
+From then until `step()` the weights are in transit; `step()` queues what backward could not take and writes the
+selected channels over.
 
 That is right only if no weight is used after its gradient exists. So a bucket is taken in backward only when the number
 of its gradients a step is known, and a gradient that comes once more is an error. What no hook can see (a detached use,
-a second pass through a retained graph) is tried once: instead of a bucket's first upload its weights become NaN, and if
-that reaches a gradient, uploads stay in `step()`.
+a second pass through a retained graph) is tried once (`upload_check.py`); if it happens, uploads stay in `step()`.
 """
 
 from __future__ import annotations
@@ -17,40 +16,21 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zenflow.arrivals import Arrivals
-from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
-from zenflow.driver import ask, current_stream_number, stream_words
-from zenflow.geometry import Bucket
-from zenflow.storage import ParamRecord, Pins, SegmentStorage, tell_autograd
-from zenflow.telemetry import Telemetry
-from zenflow.trace import Tracer, span
+from zenflow.driver import current_stream_number
+from zenflow.storage import ParamRecord, tell_autograd
+from zenflow.upload_check import UploadCheck
+from zenflow.uploading import Sent, Uploader
 
 logger = logging.getLogger("zenflow")
-
-TRIES = 3  # of the check: a gradient may be non-finite for reasons of its own
-
-
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """A bucket whose window has been sent to the worker and is not visible yet."""
-
-    storage: SegmentStorage
-    bucket: Bucket
-    seq: int
-    turn: int  # which of the bucket's two slot records holds the window
-    window: int
-    due: int  # the step at whose end it becomes visible
-    predicted: bool = False  # its shadow may hold a prediction instead of the rounded masters
 
 
 class Uploads:
@@ -60,27 +40,18 @@ class Uploads:
     """
 
     def __init__(
-        self, config: ZenFlowConfig, device: torch.device, records: list[ParamRecord], telemetry: Telemetry
+        self, config: ZenFlowConfig, device: torch.device, records: list[ParamRecord], uploader: Uploader
     ) -> None:
         self.pending: list[Sent] = []
-        self.tracer: Tracer | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._client: WorkerClient | None = None
-        self._words = stream_words(device)
-        self._done = 0  # the worker's `done` word, as the device sees it
-        self._pins = Pins(device)
+        self.check = UploadCheck(config.upload_check)
+        self._uploader = uploader
         self._device = device
         self._records = records
-        self._telemetry = telemetry
         self._config = config
         self._in_backward = config.upload == "backward"
         self._passes = config.backward_passes_per_step
-        self._tries = TRIES if config.upload_check else 0
         self._arrivals = Arrivals(config.update_interval)
         self._queued: set[Sent] = set()
-        self._poisoned: set[int] = set()  # records whose buckets are being tried
-        self._passed: set[int] = set()
-        self._failed: set[int] = set()  # of those that have not passed
         self._held: set[int] = set()  # records whose weights are in transit
         self._begun = False  # all gradients of some bucket exist, so that it may have been taken
         self._jobs: dict[int, list[_Job]] = {}  # by the index of a record in the job's bucket
@@ -88,20 +59,6 @@ class Uploads:
         self.hooks = 0  # sets of hooks that have been removed
         # A hook lives as long as its parameter, which may outlive an optimizer that nobody closes.
         weakref.finalize(self, _remove, self._handles)
-
-    def follow(self, client: WorkerClient) -> None:
-        """Take results of this worker; its header is page-locked so that streams can wait for `done`."""
-        self._client = client
-        if self._words is not None:
-            self._pins.add(torch.from_numpy(client.header.arena.array(np.uint8, 0, client.header.arena.nbytes)))
-            # Also when nobody calls close(), and before the client's own end, which unmaps the header.
-            weakref.finalize(client, self._pins.release)
-            self._done = self._words.device_address(client.done_address)
-
-    def close(self) -> None:
-        """Unlock the worker's header, before it is freed; the worker has ended or will not be waited for."""
-        self._remove_hooks()
-        self._pins.release()
 
     # Between two steps
 
@@ -111,12 +68,12 @@ class Uploads:
 
     def prepare(self, step: int) -> None:
         """Set the hooks that the backward passes of step `step`, the coming one, need."""
-        self._remove_hooks()
+        self.remove_hooks()
         self._arrivals.begin_step()
         if not self._in_backward:
             return
         due = self.due(step)
-        landing = {index for sent in due for index in sent.storage.members[sent.bucket.index]}
+        landing = {index for sent in due for index in sent.members}
         watched = [r for r in self._records if r.index in landing or self._passes_of(r) is None]
         watched = [record for record in watched if record.storage is not None and record.param.requires_grad]
         if not watched:
@@ -133,19 +90,15 @@ class Uploads:
         """What this run has learned of its model, by index of the records: when gradients come, and what was tried."""
         return {
             "fell_back": self._config.upload == "backward" and not self._in_backward,
-            "tries": self._tries,
-            "passed": sorted(self._passed),
-            "failed": sorted(self._failed),
+            **self.check.state_dict(),
             "arrivals": self._arrivals.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what another run has learned of the same model, whatever its buckets were."""
         self._in_backward = self._config.upload == "backward" and not state["fell_back"]
-        self._tries = TRIES if self._config.upload_check else 0
-        if state["tries"] or state["fell_back"]:  # else that run did not check
-            self._tries = min(self._tries, state["tries"])
-        self._passed, self._failed = set(state["passed"]), set(state["failed"])
+        # Without a try left and without having fallen back, that run did not check.
+        self.check.load_state_dict(state, checked=bool(state["tries"] or state["fell_back"]))
         self._arrivals.load_state_dict(state["arrivals"])
 
     def _passes_of(self, record: ParamRecord) -> int | None:
@@ -155,15 +108,16 @@ class Uploads:
     def _plan_jobs(self, due: Sequence[Sent]) -> None:
         self._jobs = {}
         for sent in due:
-            members = sent.storage.members[sent.bucket.index]
-            if all(self._passes_of(self._records[index]) for index in members):
-                job = _Job(sent, len(members))
-                for index in members:
+            if all(self._passes_of(self._records[index]) for index in sent.members):
+                job = _Job(sent, len(sent.members))
+                for index in sent.members:
                     self._jobs.setdefault(index, []).append(job)
 
-    def ignore_gradients(self) -> None:
-        """Those that come before the next `prepare` are nobody's, as after a step that was broken off."""
-        self._remove_hooks()
+    def remove_hooks(self) -> None:
+        """Gradients that come before the next `prepare` are nobody's, as after a step that was broken off."""
+        _remove(self._handles)
+        self.hooks += 1
+        self._jobs = {}
 
     def gradient_arrived(self, index: int) -> None:
         """One more gradient of a parameter has been accumulated in this step's backward passes."""
@@ -197,49 +151,18 @@ class Uploads:
             )
 
     def _take_over(self, sent: Sent) -> None:
-        members = sent.storage.members[sent.bucket.index]
-        if any(self._records[index].is_foreign for index in members):
+        if any(self._records[index].is_foreign for index in sent.members):
             return  # step() finds out first what has become of these weights
-        if self._tries and not self._passed.issuperset(members):
-            self._poisoned.update(members)
-            self._held.update(members)
-            sent.storage.weights[sent.bucket.start : sent.bucket.stop].fill_(float("nan"))
-        elif self._may_wait(sent):
-            if self.stream is not None:
-                compute = torch.cuda.current_stream(self._device)
-                self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], compute))
-            self._held.update(members)
-            tell_autograd(self._records[index] for index in members)
+        if self.check.poison(sent):
+            self._held.update(sent.members)
+        elif self._uploader.may_wait(sent):
+            self._uploader.follow_gradients(sent)
+            self._held.update(sent.members)
+            tell_autograd(self._records[index] for index in sent.members)
             self._upload(sent)
 
-    def _may_wait(self, sent: Sent) -> bool:
-        """Whether an upload can be queued now without holding this thread until the worker is done."""
-        return self._words is not None or self._client.finished(sent.seq)
-
     def _upload(self, sent: Sent) -> None:
-        """Queue one bucket; `done` is awaited by the stream where that is possible, else by this thread."""
-        if self._words is not None:
-            self._words.wait(self.stream, self._done, sent.seq)
-        elif not self._client.finished(sent.seq):
-            # On the CPU the trainer's thread is the device: while it waits, nothing is computed.
-            with self._telemetry.stall() if self.stream is None else nullcontext():
-                waited = self._client.wait_done(sent.seq, partial(ask, self.stream))
-            self._telemetry.add(host_wait_seconds=waited)
-        self._copy(sent)
-
-    def _copy(self, sent: Sent) -> None:
-        storage, bucket = sent.storage, sent.bucket
-        part = slice(bucket.start, bucket.stop)
-        weights, shadow = storage.weights[part], storage.shadow(sent.turn)[part]
-        with span(self.tracer, "upload", f"bucket {bucket.index}", self.stream, window=sent.window):
-            if self._words is not None:
-                self._words.copy_to_device(self.stream, weights, shadow)
-            else:
-                with torch.cuda.stream(self.stream):
-                    weights.copy_(shadow, non_blocking=True)
-        if self.stream is not None:
-            _record(storage.uploaded[bucket.index], self.stream)
-        self._telemetry.add(bytes_to_device=shadow.nbytes)
+        self._uploader.upload(sent)
         self._queued.add(sent)
 
     # In `step()`
@@ -265,31 +188,17 @@ class Uploads:
 
     def end_backward(self, is_finite: Callable[[], bool]) -> None:
         """The gradients of this step are complete: learn from them; `is_finite` asks the device about them."""
-        self._remove_hooks()
+        self.remove_hooks()
         self._arrivals.end_step()
-        if self._poisoned and is_finite():
-            self._passed |= self._poisoned
-            self._failed -= self._poisoned
-            # Others may have failed in between, whose windows end in other steps.
-            self._tries = self._tries if self._failed else TRIES
-        elif self._poisoned:
-            self._failed |= self._poisoned
-            self._tries -= 1
-            if not self._tries:
-                self._in_backward = False
-                logger.warning(
-                    "weights are used again after their gradient exists (a detached use, a retained graph, or "
-                    "reentrant checkpointing), or gradients overflow all the time: uploads stay in step(), as with "
-                    "upload='step'; upload_check found it, at the price of %d skipped steps",
-                    TRIES,
-                )
+        if not self.check.end_backward(is_finite):
+            self._in_backward = False
 
     def queue_rest(self, wanted: Sequence[Sent]) -> None:
         """Queue those of these uploads that backward has not."""
-        self._remove_hooks()
+        self.remove_hooks()
         rest = [sent for sent in wanted if sent not in self._queued]
         if rest:
-            self._follow_compute()
+            self._uploader.follow_compute()
         for sent in rest:
             self._upload(sent)
 
@@ -298,33 +207,22 @@ class Uploads:
 
         Of two shadows that which the worker has not in hand: what was visible before.
         """
-        self._follow_compute()
+        self._uploader.follow_compute()
         for sent in self.pending:
-            members = sent.storage.members[sent.bucket.index]
-            if sent not in self._queued and not self._held.isdisjoint(members):
-                self._copy(replace(sent, turn=sent.turn ^ 1))
+            if sent not in self._queued and not self._held.isdisjoint(sent.members):
+                self._uploader.copy(replace(sent, turn=sent.turn ^ 1))
 
     def land(self, queued: Sequence[Sent]) -> None:
         """What the compute stream does from now on sees these uploads, all that are queued."""
-        if queued and self.stream is not None:
-            compute = torch.cuda.current_stream(self._device)
-            with self._telemetry.stall(), span(self.tracer, "GPU compute", "stall", compute):
-                compute.wait_stream(self.stream)
-        self._remove_hooks()
+        if queued:
+            self._uploader.wait_for_uploads()
+        self.remove_hooks()
         landed = set(queued)
         for sent in landed:
             sent.storage.shows_prediction = sent.predicted
         self.pending = [sent for sent in self.pending if sent not in landed]
-        self._queued, self._held, self._poisoned, self._begun = set(), set(), set(), False
-
-    def _follow_compute(self) -> None:
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def _remove_hooks(self) -> None:
-        _remove(self._handles)
-        self.hooks += 1
-        self._jobs = {}
+        self.check.forget_poison()
+        self._queued, self._held, self._begun = set(), set(), False
 
 
 @dataclass(eq=False)
@@ -359,8 +257,3 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-def _record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event.record(stream)
-    return event

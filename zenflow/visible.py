@@ -11,7 +11,7 @@ from zenflow_kernels.fused_step import write_masters
 
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 
 def make_visible(pipeline: Pipeline) -> None:

@@ -14,7 +14,7 @@ from zenflow.owners import candidates, select
 from zenflow.pipeline import Pipeline
 from zenflow.predictions import replace_predictions
 from zenflow.sending import Windows
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 from zenflow.visible import land, make_visible, write_selected
 from zenflow.window import StepPlan
 

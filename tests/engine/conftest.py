@@ -8,7 +8,7 @@ import pytest
 from tests.engine.driving import Builder
 from tests.engine.uploading import watch_uploads
 from zenflow import ZenFlow
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 STREAMS: dict[str, Callable[[ZenFlow], torch.cuda.Stream]] = {
     "copies": lambda engine: engine._pipeline.sender.stream,
-    "uploads": lambda engine: engine._pipeline.uploads.stream,
+    "uploads": lambda engine: engine._pipeline.uploader.stream,
     "compute": lambda engine: torch.cuda.current_stream(engine._pipeline.device),
 }
 

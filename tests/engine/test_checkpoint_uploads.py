@@ -111,7 +111,7 @@ def test_a_retreat_is_the_models_and_a_choice_is_not(device: str, build: Builder
         resumed = build(fresh.parameters(), **SETTINGS)
         resumed.load_state_dict(copy.deepcopy(engine.state_dict()))
         train(fresh, resumed, batches[2:8])
-        assert resumed._pipeline.uploads._passed
+        assert resumed._pipeline.uploads.check.passed
 
 
 @pytest.mark.parametrize(

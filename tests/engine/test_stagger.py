@@ -30,7 +30,7 @@ from tests.engine.uploading import step as step_after_worker
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
 from zenflow.pipeline import Pipeline
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 EQUAL = [(6, 8)] * 4  # a cohort each, in their order, at U 4
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval": 4, "stagger": True}

@@ -162,7 +162,7 @@ def test_c2_a_forward_at_once_sees_one_whole_version(upload: str, rule: str, bui
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), lr=0.02, bucket_bytes=1 << 18, **settings)
     for number, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 10), start=1):
         before = [parameter.detach().clone() for parameter in pair.parameters]
-        sleep_on(pair.engine._pipeline.uploads.stream)
+        sleep_on(pair.engine._pipeline.uploader.stream)
         one_pass_of(pair, grads)
         assert pair.engine._pipeline.uploads.in_transit == (upload == "backward" and number in (4, 6, 8, 10))
         pair.model.step(grads)
@@ -184,7 +184,7 @@ def test_d11_the_device_that_is_current_does_not_matter(rule: str, index: int, b
     settings = {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 6, "upload_check": False}
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, f"cuda:{index}"), lr=0.02, **settings, **RULES[rule])
     pipeline = pair.engine._pipeline
-    assert {pipeline.sender.stream.device_index, pipeline.uploads.stream.device_index} == {index}
+    assert {pipeline.sender.stream.device_index, pipeline.uploader.stream.device_index} == {index}
     current: list[int] = []
     for parameter in pair.parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: current.append(torch.cuda.current_device()))

@@ -17,7 +17,8 @@ from tests.engine.uploading import (
     hooks_of,
 )
 from zenflow import ZenFlow
-from zenflow.uploads import TRIES, Sent
+from zenflow.upload_check import TRIES
+from zenflow.uploading import Sent
 
 
 class Reentrant(nn.Module):
@@ -181,7 +182,7 @@ def test_a_layer_that_is_unfrozen_after_the_check_is_tried_too(
     batches = [torch.randn(3, 12, device=device) for _ in range(20)]
     model.block.requires_grad_(False)
     counted = run_beside_a_copy(model, engine, batches[:8])
-    assert all(counted) and engine._pipeline.uploads._passed
+    assert all(counted) and engine._pipeline.uploads.check.passed
     model.block.requires_grad_(True)
     with caplog.at_level(logging.WARNING, logger="zenflow"):
         counted = run_beside_a_copy(model, engine, batches[8:])
@@ -206,11 +207,11 @@ def test_an_overflow_during_the_check_is_tried_again(
             x[0, 0] = 60000.0
         loss = model(x).float().square().mean() * (1e6 if number == 4 else 1)
         scaler.scale(loss).backward()
-        tries = engine._pipeline.uploads._tries
+        tries = engine._pipeline.uploads.check.tries
         scaler.step(engine)
         scaler.update()
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-        assert engine._pipeline.uploads._tries - tries == {4: -1, 6: 1}.get(number, 0)
+        assert engine._pipeline.uploads.check.tries - tries == {4: -1, 6: 1}.get(number, 0)
     assert taken and all(in_backward for _, in_backward in taken)
     assert engine.stats().skipped_steps == 1
 

@@ -27,7 +27,7 @@ from tests.engine.uploading import (
 )
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 
 def test_a_backward_pass_after_a_step_that_was_broken_off_leaves_the_word_to_step(
@@ -191,10 +191,10 @@ def test_a_gradient_changed_on_its_way_is_an_error_by_name(build: Builder) -> No
 def test_without_the_drivers_words_the_host_polls(
     rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch, taken: list[tuple[Sent, bool]]
 ) -> None:
-    for module in ("uploads", "sending", "storage"):
+    for module in ("uploading", "sending", "storage"):
         monkeypatch.setattr(f"zenflow.{module}.stream_words", lambda device: None)
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), **SETTINGS, select_interval=6, **RULES[rule])
-    assert pair.engine._pipeline.uploads._words is None
+    assert pair.engine._pipeline.uploader._words is None
     for grads in stream_of(14):
         step(pair, grads)
     assert any(in_backward for _, in_backward in taken)
@@ -216,7 +216,7 @@ def test_e7_a_worker_killed_while_a_stream_waits_for_it(build: Builder) -> None:
         pair.step(stream[5], check=False)  # window 2 lands, window 3 is sent to a worker that is stopped
         pair.step(stream[6], check=False)
         one_pass(pair.parameters, stream[7])
-        assert not pair.engine._pipeline.uploads.stream.query(), "the upload stream waits for window 3"
+        assert not pair.engine._pipeline.uploader.stream.query(), "the upload stream waits for window 3"
     finally:
         os.kill(pid, signal.SIGKILL)
     within(LIMIT, torch.cuda.synchronize)

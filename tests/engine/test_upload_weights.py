@@ -15,7 +15,7 @@ from tests.engine.uploading import (
     step,
     stream_of,
 )
-from zenflow.uploads import Sent
+from zenflow.uploading import Sent
 
 
 def test_frozen_unfrozen_and_added_parameters(device: str, build: Builder, taken: list[tuple[Sent, bool]]) -> None:

@@ -15,7 +15,7 @@ from tests.engine.uploading import (
     step,
     stream_of,
 )
-from zenflow.uploads import Sent, Uploads
+from zenflow.uploading import Sent, Uploader
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -149,7 +149,7 @@ def test_too_many_passes_before_anything_was_taken_are_no_error(
     device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the worker was not ready, nothing has landed, and step() puts all in order."""
-    monkeypatch.setattr(Uploads, "_may_wait", lambda self, sent: False)
+    monkeypatch.setattr(Uploader, "may_wait", lambda self, sent: False)
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS, **UNCHECKED)
     for number, grads in enumerate(stream_of(8)):
         step(pair, grads, passes=1 if number < 5 else 3)

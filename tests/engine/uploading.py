@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import Pair, make_gradients
-from zenflow.uploads import Sent, Uploads
+from zenflow.uploading import Sent
+from zenflow.uploads import Uploads
 
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (31, 3)]
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "bucket_bytes": 256}

@@ -26,7 +26,7 @@ PREDICTED = 1  # in the stamp of what shows a prediction from a window's masters
 
 
 class Sent(NamedTuple):
-    """`uploads.Sent`; stamp: of what its shadow holds, a prediction being another thing than the window's masters."""
+    """`uploading.Sent`; stamp: of what its shadow holds, a prediction being another thing than the window's masters."""
 
     bucket: int
     window: int
@@ -110,10 +110,9 @@ class _Run(Exchanges):
         bucket = sent.bucket
         if self.setup.checked and bucket not in self.passed:
             self.poisoned.add(bucket)
+            where = "zenflow.upload_check:UploadCheck.poison"
             places = [self._cell(name, bucket) for name in ("weights", "selected weights")]
-            self.compute.push(
-                ("poison", self.step, bucket), "zenflow.uploads:Uploads._take_over", writes=dict.fromkeys(places, LOST)
-            )
+            self.compute.push(("poison", self.step, bucket), where, writes=dict.fromkeys(places, LOST))
             return
         if not self.setup.stream_words:
             return  # only where the worker happens to have finished: the upload in step() covers less time
@@ -130,7 +129,7 @@ class _Run(Exchanges):
                 self._wait_done(seq)
         self.uploads.push(
             ("upload", bucket, window),
-            "zenflow.uploads:Uploads._copy",
+            "zenflow.uploading:Uploader.copy",
             reads={self._shadow(turn, bucket): stamp},
             writes={self._cell("weights", bucket): stamp, self._cell("selected weights", bucket): LOST},
         )
@@ -149,7 +148,7 @@ class _Run(Exchanges):
         log = {self._cell("device log"): self.step}
         self.compute.push(("close", self.step), "zenflow.step:_reduce", grads, log)
         if self.poisoned:
-            self._synchronize(self.compute, "zenflow.uploads:Uploads.end_backward")
+            self._synchronize(self.compute, "zenflow.upload_check:UploadCheck.end_backward")
             self.passed |= self.poisoned
         if self.setup.on_host:
             self._send_gradients(plan.position % self.setup.interval)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 # Each is one wait or one sequence in the engine; DESIGN's letters. `Setup.without` takes some away.
 ORDERS = {
-    "a: the last gradient before the upload": "zenflow.uploads:Uploads._take_over",
-    "a: done before the upload": "zenflow.uploads:Uploads._upload",
+    "a: the last gradient before the upload": "zenflow.uploading:Uploader.follow_gradients",
+    "a: done before the upload": "zenflow.uploading:Uploader.upload",
     "a: backward before the uploads in step()": "zenflow.uploads:Uploads.queue_rest",
-    "b: uploads before the selected masters": "zenflow.uploads:Uploads.land",
+    "b: uploads before the selected masters": "zenflow.uploading:Uploader.wait_for_uploads",
     "c: the fold before the copy": "zenflow.sending:Sender._follow_compute",
     "c: the upload before ready": "zenflow.sending:Sender._send_segment",
     "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",

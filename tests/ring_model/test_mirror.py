@@ -26,7 +26,8 @@ from zenflow.ring import SegmentMemory
 from zenflow.selection import _Exchange
 from zenflow.sending import Sender
 from zenflow.storage import ParamRecord, SegmentStorage
-from zenflow.uploads import Sent, Uploads
+from zenflow.upload_check import UploadCheck
+from zenflow.uploading import Sent, Uploader
 
 DONE = -1
 
@@ -108,11 +109,11 @@ class NotingEngine:
             record.param.register_hook(lambda grad, bucket=bucket: self._gradient(bucket))
 
     def _give_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sender, uploads, client = self.pipeline.sender, self.pipeline.uploads, self.pipeline.client
-        sender.stream, uploads.stream, sender._copied = self.copies, self.uploads, NotingEvent(self)
+        sender, uploader, client = self.pipeline.sender, self.pipeline.uploader, self.pipeline.client
+        sender.stream, uploader.stream, sender._copied = self.copies, self.uploads, NotingEvent(self)
         words = NotingWords(self, client) if self.setup.stream_words else None
         sender._words = NotingWords(self, client)
-        uploads._words = words
+        uploader._words = words
         for storage in self.pipeline.storages:
             for events in (storage.gradients_exist, storage.uploaded):
                 events += [NotingEvent(self) for _ in range(self.setup.buckets)]
@@ -120,7 +121,7 @@ class NotingEngine:
         monkeypatch.setattr(torch.cuda, "stream", self._as_current)
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
         if words is None:  # what the worker's pace decides: it is never found to have finished
-            uploads._client = Unfinished(client)
+            uploader._client = Unfinished(client)
 
     @contextmanager
     def _as_current(self, stream: NotingStream) -> Iterator[None]:
@@ -166,7 +167,7 @@ class NotingEngine:
         before(Sender, "_raise_ready", lambda _, item, word: setattr(self, "raised", item))
         before(Sender, "_copy", self._log)
         before(ParamRecord, "lane", self._lane)
-        before(Uploads, "_copy", self._upload)
+        before(Uploader, "copy", self._upload)
         before(_Exchange, "_leave", self._leave)
         before(_Exchange, "_enter", self._enter)
         monkeypatch.setattr(owners, "choose_channels", self._choose)
@@ -179,15 +180,15 @@ class NotingEngine:
             exchange.arrived = [NotingEvent(self), NotingEvent(self)]
 
         monkeypatch.setattr(_Exchange, "__init__", with_events)
-        take_over = Uploads._take_over
+        poison = UploadCheck.poison
 
-        def noting(uploads: Uploads, sent: Sent) -> None:
-            tried = len(uploads._poisoned)
-            take_over(uploads, sent)
-            if len(uploads._poisoned) > tried:
+        def noting(check: UploadCheck, sent: Sent) -> bool:
+            poisoned = poison(check, sent)
+            if poisoned:
                 self.compute.push(("poison", self.step, self._bucket(sent)), "")
+            return poisoned
 
-        monkeypatch.setattr(Uploads, "_take_over", noting)
+        monkeypatch.setattr(UploadCheck, "poison", noting)
 
     def _bucket(self, sent: Sent) -> int:
         return self.number(sent.storage, sent.bucket.index)
@@ -205,7 +206,7 @@ class NotingEngine:
             bucket = self.number(record.storage, record.storage.indices.index(record.index))
             self.copies.push(("gradient", self.step, bucket), "")
 
-    def _upload(self, uploads: Uploads, sent: Sent) -> None:
+    def _upload(self, uploader: Uploader, sent: Sent) -> None:
         self.uploads.push(("upload", self._bucket(sent), sent.window), "")
 
     def _leave(self, exchange: _Exchange, number: int) -> None:
