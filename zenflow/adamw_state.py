@@ -18,8 +18,9 @@ from torch import Tensor
 
 from zenflow.channel_state import full_state, full_step
 from zenflow.checkpoint_checks import FORMAT, State
+from zenflow.matrices import Newcomer, count_channels, count_selected, is_deferred
+from zenflow.param_record import ParamRecord
 from zenflow.pipeline import Pipeline
-from zenflow.storage import Newcomer, ParamRecord, count_channels, count_selected, is_deferred
 from zenflow.window import ClockState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from zenflow_kernels.scatter import scatter_channels_
 
-from zenflow.storage import ParamRecord
+from zenflow.param_record import ParamRecord
 
 
 @dataclass(frozen=True)

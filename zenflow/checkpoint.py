@@ -32,10 +32,11 @@ from zenflow_kernels.gather import gather_channels
 from zenflow.channel_state import full_state, full_step
 from zenflow.checkpoint_checks import FORMAT, STATES, State, predicts
 from zenflow.config import ZenFlowConfig
+from zenflow.matrices import Newcomer
 from zenflow.outside import adopt_outside_changes, pending_hyper
+from zenflow.param_record import ParamRecord
 from zenflow.pipeline import Pipeline
 from zenflow.predictions import coming_shadow, coming_turn, saved_predictions
-from zenflow.storage import Newcomer, ParamRecord
 from zenflow.visible import make_visible
 
 

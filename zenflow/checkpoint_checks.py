@@ -12,8 +12,8 @@ from zenflow_kernels.control import LOG_FINITE, LOG_WORDS, STAMP_WORDS
 
 from zenflow.checks import group_hyper
 from zenflow.config import ZenFlowConfig
+from zenflow.matrices import Newcomer, count_channels, count_selected, is_deferred
 from zenflow.pipeline import Pipeline
-from zenflow.storage import Newcomer, count_channels, count_selected, is_deferred
 from zenflow.window import WindowClock, union
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index

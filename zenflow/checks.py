@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
-from zenflow.storage import DTYPE_NAMES, Newcomer, ParamRecord
+from zenflow.matrices import DTYPE_NAMES, Newcomer
+from zenflow.param_record import ParamRecord
 
 _HYPER = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _ABOVE = (float("inf"), 1.0, 1.0, float("inf"), float("inf"))

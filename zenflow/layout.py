@@ -16,18 +16,11 @@ from zenflow_kernels.table import Table
 from zenflow.arena import require_memory
 from zenflow.client import WorkerClient
 from zenflow.cores import CorePlan, plan_cores
+from zenflow.matrices import DTYPE_NAMES, Newcomer, is_deferred
+from zenflow.param_record import ParamRecord, record_deferred, record_whole
 from zenflow.pipeline import Pipeline
 from zenflow.ring import WorkerSettings, bytes_of
-from zenflow.storage import (
-    DTYPE_NAMES,
-    Newcomer,
-    ParamRecord,
-    SegmentStorage,
-    is_deferred,
-    new_segment,
-    record_deferred,
-    record_whole,
-)
+from zenflow.storage import SegmentStorage, new_segment
 from zenflow.window import divide, union
 
 

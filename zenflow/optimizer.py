@@ -22,11 +22,11 @@ from zenflow.closing import close_pipeline
 from zenflow.config import ZenFlowConfig
 from zenflow.export import full_precision
 from zenflow.layout import lay_out
+from zenflow.matrices import Newcomer
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
 from zenflow.stats import Stats
 from zenflow.step import run_step
-from zenflow.storage import Newcomer
 from zenflow.telemetry import StepRecord
 from zenflow.trace import Tracer
 from zenflow.tracing import start_trace, stop_trace

@@ -17,9 +17,9 @@ from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.cpu_pass import plan_update
+from zenflow.param_record import ParamRecord, bits, view_of_its_own
 from zenflow.pipeline import Pipeline
 from zenflow.predictions import visible_shadow
-from zenflow.storage import ParamRecord, bits, view_of_its_own
 
 logger = logging.getLogger("zenflow")
 

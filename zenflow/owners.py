@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from zenflow.param_record import ParamRecord
 from zenflow.pipeline import Pipeline
 from zenflow.selection import choose_channels, give_owners
-from zenflow.storage import ParamRecord
 from zenflow.visible import show
 
 logger = logging.getLogger("zenflow")

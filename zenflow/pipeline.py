@@ -19,9 +19,10 @@ from zenflow.client import WorkerClient
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan
 from zenflow.norm_order import NormOrder
+from zenflow.param_record import ParamRecord
 from zenflow.scalars import StepScalars
 from zenflow.sending import Sender
-from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.storage import SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer
 from zenflow.uploading import Sent, Uploader

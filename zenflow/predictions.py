@@ -13,8 +13,9 @@ from torch import Tensor
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.scatter import scatter_channels_
 
+from zenflow.param_record import ParamRecord, bits
 from zenflow.pipeline import Pipeline
-from zenflow.storage import ParamRecord, SegmentStorage, bits
+from zenflow.storage import SegmentStorage
 
 _CHUNK = 1 << 22  # elements that are rounded at once
 

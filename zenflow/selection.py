@@ -27,8 +27,9 @@ from zenflow_kernels.topk import grouped_choices
 
 from zenflow.client import WorkerClient
 from zenflow.exchange import NOWHERE, Order
+from zenflow.param_record import ParamRecord
 from zenflow.predictions import note_weights
-from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.storage import SegmentStorage
 
 PART_BYTES = 32 << 20  # of values in a part, at most: a few milliseconds of the worker's time
 

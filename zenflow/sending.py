@@ -22,7 +22,8 @@ from torch import Tensor
 
 from zenflow.client import WorkerClient
 from zenflow.driver import ask, stream_words
-from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.param_record import ParamRecord
+from zenflow.storage import SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
 from zenflow.uploading import Sent

@@ -31,8 +31,8 @@ from zenflow_kernels.norm import partial_norms
 from zenflow.checks import group_hyper, usable_gradient
 from zenflow.outside import adopt_outside_changes
 from zenflow.owners import select_first
+from zenflow.param_record import tell_autograd
 from zenflow.pipeline import Pipeline
-from zenflow.storage import tell_autograd
 from zenflow.trace import span
 from zenflow.tracing import begin_gap
 from zenflow.window_end import end_windows

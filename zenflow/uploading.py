@@ -17,7 +17,8 @@ import torch
 from zenflow.client import WorkerClient
 from zenflow.driver import ask, stream_words
 from zenflow.geometry import Bucket
-from zenflow.storage import Pins, SegmentStorage
+from zenflow.pins import Pins
+from zenflow.storage import SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer, span
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from zenflow.arrivals import Arrivals
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import current_stream_number
-from zenflow.storage import ParamRecord, tell_autograd
+from zenflow.param_record import ParamRecord, tell_autograd
 from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 

@@ -22,10 +22,11 @@ from tests.ring_model.setup import Setup
 from zenflow import ZenFlow, owners, visible
 from zenflow import step as step_module
 from zenflow.client import WorkerClient
+from zenflow.param_record import ParamRecord
 from zenflow.ring import SegmentMemory
 from zenflow.selection import _Exchange
 from zenflow.sending import Sender
-from zenflow.storage import ParamRecord, SegmentStorage
+from zenflow.storage import SegmentStorage
 from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from zenflow_kernels.table import Entry
 
-from zenflow.storage import count_selected
+from zenflow.matrices import count_selected
 
 SECTOR = 32  # bytes
 KINDS = {"columns": "column", "rows": "row", "whole": "whole"}

@@ -16,8 +16,8 @@ from zenflow.diagnose import ceilings
 from zenflow.diagnose.figures import Ceilings, Measured, Offload
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.result import Result
+from zenflow.matrices import is_deferred
 from zenflow.optimizer import ZenFlow
-from zenflow.storage import is_deferred
 
 T = TypeVar("T")
 STATE_BYTES = 24  # that the CPU pass reads and writes of a parameter's master and moments

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from zenflow_kernels.importance import grouped_scores
 
 from zenflow.locality.config import LocalitySettings
-from zenflow.storage import count_selected, matrix_shape
+from zenflow.matrices import count_selected, matrix_shape
 from zenflow.training.errors import InputError
 
 DIMS = ("column", "row")
