@@ -23,8 +23,9 @@ from zenflow.arena import descriptors_needed
 from zenflow.exchange import Order
 from zenflow.geometry import Segment
 from zenflow.header import Header
-from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.ring import SegmentMemory
 from zenflow.signals import signals_held, wait_for
+from zenflow.worker_settings import WorkerSettings
 
 RELEASED = 1 << 62  # `done` after the worker's end: no stream may wait for what will never come
 WATCH_SECONDS = 0.1

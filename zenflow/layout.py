@@ -19,9 +19,10 @@ from zenflow.cores import CorePlan, plan_cores
 from zenflow.matrices import DTYPE_NAMES, Newcomer, is_deferred
 from zenflow.param_record import ParamRecord, record_deferred, record_whole
 from zenflow.pipeline import Pipeline
-from zenflow.ring import WorkerSettings, bytes_of
+from zenflow.ring_layout import bytes_of
 from zenflow.storage import SegmentStorage, new_segment
 from zenflow.window import divide, union
+from zenflow.worker_settings import WorkerSettings
 
 
 def lay_out(

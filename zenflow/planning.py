@@ -7,7 +7,8 @@ import numpy as np
 from zenflow.cpu_pass import Arrays, Plan, SegmentPass, make_lanes, plan_replay, plan_update
 from zenflow.geometry import ITEM_BYTES
 from zenflow.native import Native
-from zenflow.ring import SegmentMemory, Slot, WorkerSettings
+from zenflow.ring import SegmentMemory, Slot
+from zenflow.worker_settings import WorkerSettings
 
 
 class SegmentWork:

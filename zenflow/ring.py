@@ -11,10 +11,10 @@ then raises `done` to n. Which segment comes next is for the trainer to say: the
 Records come in two *turns*: a segment's k-th window (k = 0, 1, ...) takes turn k % 2, so that the trainer can write the
 next window's while the worker reads. A turn holds one window record (what is the same for all buckets: sequence number
 of the first, window, steps and the place of their first, scalars, presence, checksum; and the device's log, a place for
-each of the latest `max_steps` steps, taken in turn) and one slot record a bucket (`ready`,
-and the worker's times). A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done`
-has reached the last number that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it
-has reached the bucket's last number. Two shadows go by turns too.
+each of the latest `max_steps` steps, taken in turn) and one slot record a bucket (`ready`, and the worker's times).
+A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done` has reached the last number
+that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it has reached the bucket's last
+number. Two shadows go by turns too. `ring_layout.py` has the bytes.
 """
 
 from __future__ import annotations
@@ -31,69 +31,14 @@ from zenflow import native
 from zenflow.arena import Arena, require_memory
 from zenflow.geometry import ITEM_BYTES, Segment
 from zenflow.header import Header
+from zenflow.ring_layout import LOG_END, LOG_STEP, Layout, bytes_of, sizes_of
 
-STAGGER = 77 * 64
-HYPER_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay")
-LOG_STEP, LOG_END = 4, 2  # int32 words of the device's log: of one step, and of the window's number at either end
 EMPTY = np.empty(0, dtype=np.uint8)
 EMPTY.setflags(write=False)
 
 
-def log_words(steps: int) -> int:
-    """Length of the device's log of a window, int32 words; its content is told at `StepControl.window_log`."""
-    return LOG_STEP * steps + 2 * LOG_END
-
-
 class TornSlotError(RuntimeError):
     """A slot whose parts do not belong together: torn, reordered or overwritten."""
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What the worker needs to know beside the slots."""
-
-    deferred_lr_scale: str | float = "linear"  # "linear" | "none" | factor; of `accumulate` only
-    deferred_rule: str = "accumulate"  # "accumulate" | "replay", which needs a ring with a lane a step
-    adapt_threads: bool = False  # take no more threads than each window's time asks for, see `Pace`
-    weight_prediction: float = 0.0  # a of the windows that are to be predicted
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The byte layout of a segment's window and slot records; host_bytes: of a window, covered by the checksum."""
-
-    window: np.dtype
-    slot: np.dtype
-    host_bytes: int
-
-    @classmethod
-    def of(cls, segment: Segment) -> Layout:
-        """The layout for a segment's longest window, its groups and its matrices."""
-        steps, groups, matrices = segment.max_steps, segment.n_groups, len(segment.matrices)
-        present = 32 + 40 * steps * groups
-        crc = _up(present + steps * matrices, 8)
-        device = _up(crc + 8, 64)
-        window = {
-            "seq": ("u8", 0),
-            "window": ("u8", 8),
-            "segment": ("u4", 16),
-            "n_steps": ("u4", 20),
-            "urgent": ("u2", 24),
-            "predict": ("u2", 26),
-            "first": ("u4", 28),
-            "hyper": (("f8", (steps, groups, len(HYPER_FIELDS))), 32),
-            "present": (("u1", (steps, matrices)), present),
-            "crc": ("u8", crc),
-            "device_log": (("i4", (log_words(steps),)), device),
-        }
-        # The device writes the first word and the worker the others: a cache line for each.
-        slot = {"ready": ("i8", 0), "started_ns": ("u8", 64), "finished_ns": ("u8", 72)}
-        return cls(_record(window, _up(device + 4 * log_words(steps), 64)), _record(slot, 128), crc)
-
-
-def _record(fields: dict[str, tuple], itemsize: int) -> np.dtype:
-    formats, offsets = zip(*fields.values(), strict=True)
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize})
 
 
 @dataclass(frozen=True)
@@ -136,7 +81,7 @@ class SegmentMemory:
         self.header: Header | None = None
         self.arenas = tuple(arenas)
         self.layout = Layout.of(segment)
-        _, offsets = _sizes(segment)
+        _, offsets = sizes_of(segment)
         front, state, numel, n_buckets = self.arenas[0], self.arenas[1], segment.numel, len(segment.buckets)
         self.windows = front.array(self.layout.window, 0, 2)
         self.slots = front.array(self.layout.slot, offsets["slots"], 2 * n_buckets).reshape(2, n_buckets)
@@ -167,7 +112,7 @@ class SegmentMemory:
         threads: how many touch the pages, by default one on each of the cores.
         """
         threads = len(cores or os.sched_getaffinity(0)) if threads is None else threads
-        sizes = _sizes(segment)[0]
+        sizes = sizes_of(segment)[0]
         require_memory(bytes_of(segment))
         arenas: list[Arena] = []
         try:
@@ -183,7 +128,7 @@ class SegmentMemory:
     @classmethod
     def attach(cls, segment: Segment, fds: Sequence[int]) -> SegmentMemory:
         """The same memory in another process; takes over the descriptors."""
-        return cls(segment, [Arena.attach(fd, size) for fd, size in zip(fds, _sizes(segment)[0], strict=True)])
+        return cls(segment, [Arena.attach(fd, size) for fd, size in zip(fds, sizes_of(segment)[0], strict=True)])
 
     def fds(self) -> list[int]:
         """The arenas' descriptors, in the order that `attach` takes."""
@@ -322,27 +267,3 @@ class SegmentMemory:
         self._fields, self._ready, self._uses = {}, [[], []], []
         for arena in self.arenas:
             arena.close()
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def bytes_of(segment: Segment) -> int:
-    """Host memory of one segment, all arenas together."""
-    return sum(_sizes(segment)[0])
-
-
-def _sizes(segment: Segment) -> tuple[list[int], dict[str, int]]:
-    """Bytes of the arenas (ring with records, state, shadow if there is one), and offsets in the first and second."""
-    layout = Layout.of(segment)
-    slots = 2 * layout.window.itemsize
-    ring = _up(slots + 2 * layout.slot.itemsize * len(segment.buckets), 4096)
-    ring_bytes = ring + segment.lanes * segment.numel * ITEM_BYTES[segment.ring_dtype]
-    # Master and moments a power of two apart would fight for the same cache sets, which slows the pass.
-    part = _up(4 * segment.numel, 4096) + STAGGER
-    state = {"master": 0, "exp_avg": part, "exp_avg_sq": 2 * part, "channel_step": 3 * part}
-    sizes = [ring_bytes, 3 * part + 4 * segment.n_channels]
-    if segment.shadows:
-        sizes.append(segment.shadows * segment.numel * ITEM_BYTES[segment.weight_dtype])
-    return [_up(size, 4096) for size in sizes], {"slots": slots, "ring": ring, **state}

@@ -24,7 +24,8 @@ from zenflow.geometry import Segment
 from zenflow.header import Header
 from zenflow.pace import Pace
 from zenflow.planning import SegmentWork
-from zenflow.ring import SegmentMemory, TornSlotError, WorkerSettings
+from zenflow.ring import SegmentMemory, TornSlotError
+from zenflow.worker_settings import WorkerSettings
 
 SPIN_NS = 200_000
 # (idle since, poll interval), seconds: within training the wait is between buckets, then between windows.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("kernels", "zenflow", "experiments", "conf", "scripts")
 LIGHT = (
     *("config", "deepspeed", "geometry", "bias", "ring", "worker", "client", "cpu_pass", "native", "cores"),
-    *("arena", "header", "planning", "exchange", "stats", "window", "signals"),
+    *("arena", "header", "planning", "exchange", "stats", "window", "signals", "ring_layout", "worker_settings"),
 )
 TEXT_SUFFIXES = {".py", ".sh", ".c", ".md", ".yaml", ".toml"}
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from zenflow.geometry import ALIGN_BYTES, ITEM_BYTES, Segment, lay_out
 from zenflow.header import Header
-from zenflow.ring import LOG_END, LOG_STEP, Layout, SegmentMemory, TornSlotError
+from zenflow.ring import SegmentMemory, TornSlotError
+from zenflow.ring_layout import LOG_END, LOG_STEP, Layout
 
 DTYPES = st.sampled_from(sorted(ITEM_BYTES))
 

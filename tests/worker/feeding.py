@@ -11,7 +11,8 @@ import torch
 
 from zenflow.client import WorkerClient
 from zenflow.geometry import Matrix, Segment, lay_out
-from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.ring import SegmentMemory
+from zenflow.worker_settings import WorkerSettings
 
 GROUPS = 2
 MAX_STEPS = 4

@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.feeding import MAX_STEPS, make_segment
 from zenflow.client import WorkerError
-from zenflow.ring import WorkerSettings
+from zenflow.worker_settings import WorkerSettings
 
 LANES = 2 * MAX_STEPS
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]

@@ -16,7 +16,8 @@ import pytest
 from tests.processes import ends_within, within
 from tests.worker.feeding import Trainer, make_segment
 from zenflow.client import WorkerClient, WorkerError
-from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.ring import SegmentMemory
+from zenflow.worker_settings import WorkerSettings
 
 LIMIT = 5.0  # seconds in which a dead worker must be noticed, and it the trainer's end
 REPOSITORY = Path(__file__).parents[2]
@@ -260,7 +261,8 @@ def idle():
 print("imported", flush=True)
 from zenflow.client import WorkerClient
 from zenflow.geometry import lay_out
-from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.ring import SegmentMemory
+from zenflow.worker_settings import WorkerSettings
 client = WorkerClient(settings=WorkerSettings(), cores=sorted(os.sched_getaffinity(0)), threads=1)
 print(client.worker_pid, flush=True)
 if sys.argv[1] != "importing":

@@ -7,7 +7,8 @@ import pytest
 
 from tests.worker.feeding import GROUPS, MAX_STEPS, make_segment
 from zenflow.planning import WindowPlans
-from zenflow.ring import SegmentMemory, Slot, WorkerSettings
+from zenflow.ring import SegmentMemory, Slot
+from zenflow.worker_settings import WorkerSettings
 
 SHAPES = ((7, 63, 0), (1, 63, 0), (9, 5, 1), (5, 1025, 0), (7, 3, 0))
 

@@ -17,7 +17,8 @@ from tests.worker.feeding import GROUPS, MAX_STEPS, make_segment
 from zenflow import arena as arena_module
 from zenflow.arena import Arena
 from zenflow.header import Header
-from zenflow.ring import SegmentMemory, TornSlotError, log_words
+from zenflow.ring import SegmentMemory, TornSlotError
+from zenflow.ring_layout import log_words
 
 REPOSITORY = Path(arena_module.__file__).parents[1]
 HYPER = np.arange(MAX_STEPS * GROUPS * 5, dtype=np.float64).reshape(MAX_STEPS, GROUPS, 5)

@@ -14,7 +14,8 @@ from tests.shortages import descriptors_left, limit_for
 from tests.worker.feeding import make_segment
 from zenflow import client as client_module
 from zenflow.client import WorkerClient, WorkerError
-from zenflow.ring import SegmentMemory, WorkerSettings
+from zenflow.ring import SegmentMemory
+from zenflow.worker_settings import WorkerSettings
 
 LIMIT = 5.0
 

@@ -12,7 +12,7 @@ import torch
 from tests.processes import within
 from tests.worker.feeding import MAX_STEPS, make_segment
 from zenflow.client import WorkerError
-from zenflow.ring import WorkerSettings
+from zenflow.worker_settings import WorkerSettings
 
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")]
 
