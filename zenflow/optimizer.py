@@ -17,14 +17,14 @@ from torch.nn import Module, Parameter
 from zenflow import checkpoint, checkpoint_checks
 from zenflow.adamw_state import from_adamw, is_adamw_state, to_adamw
 from zenflow.channel_state import ChannelState, channel_state
-from zenflow.checks import check_parameters, group_hyper, has_gradient
+from zenflow.checks import check_parameters, group_hyper
 from zenflow.closing import close_pipeline
 from zenflow.config import ZenFlowConfig
 from zenflow.export import full_precision
-from zenflow.layout import lay_out
 from zenflow.matrices import Newcomer
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
+from zenflow.roster import Roster, indices_of, newcomers_of, numbers_of, params_of
 from zenflow.stats import Stats
 from zenflow.step import run_step
 from zenflow.telemetry import StepRecord
@@ -68,19 +68,16 @@ class ZenFlow(torch.optim.Optimizer):
         self._pipeline: Pipeline | None = None
         self._closed = False
         self._warned_no_gradient = False
-        self._known: set[int] = set()  # ids of the parameters that have been laid out
-        self._unknown: list[Parameter] = []  # the others
-        self._checked_groups: list[list[int]] = []  # ids of the parameters, when the groups were last looked through
         self.config = _configuration(config, config_fields)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        everyone = self._newcomers(lambda param: True)
+        everyone = newcomers_of(self.param_groups)
         if not everyone:
             raise ValueError("the param groups hold no parameter; allowed is at least one")
         device = everyone[0].param.device
         check_parameters(everyone, device, self.config)
-        self._pipeline = Pipeline(self.config, device)
+        self._use(Pipeline(self.config, device))
         try:
-            self._lay_out([newcomer for newcomer in everyone if newcomer.param.requires_grad])
+            self._roster.lay_out(self.param_groups, [each for each in everyone if each.param.requires_grad])
         except BaseException:
             self.close(flush=False)
             raise
@@ -91,7 +88,7 @@ class ZenFlow(torch.optim.Optimizer):
         try:
             group_hyper(self.param_groups[-1])
             if self._pipeline is not None:
-                check_parameters(self._newcomers(lambda param: True), self._pipeline.device, self.config)
+                check_parameters(newcomers_of(self.param_groups), self._pipeline.device, self.config)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -118,9 +115,7 @@ class ZenFlow(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_groups(pipeline)
-        if any(has_gradient(param) for param in self._unknown):
-            self._lay_out(self._newcomers(lambda param: has_gradient(param) and id(param) not in self._known))
+        self._roster.welcome(self.param_groups)
         self._warn_without_gradients()
         run_step(pipeline, self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         return loss
@@ -160,24 +155,7 @@ class ZenFlow(torch.optim.Optimizer):
 
     def stats(self) -> Stats:
         """Counters and clocks since construction; waits for the device to finish what is queued."""
-        pipeline = self._running()
-        client, counters, telemetry = pipeline.client, pipeline.counters, pipeline.telemetry
-        return Stats(
-            steps=pipeline.clock.state.step,
-            windows=counters["windows"],
-            selections=counters["selections"],
-            skipped_steps=int(pipeline.control.skipped.item()),
-            grad_norm=float(pipeline.control.norm.item()),
-            stall_seconds=telemetry.stall_seconds(),
-            selection_seconds=telemetry.selection_seconds(),
-            host_wait_seconds=telemetry.host_wait_seconds,
-            bytes_to_host=telemetry.bytes_to_host,
-            bytes_to_device=telemetry.bytes_to_device,
-            host_bytes=pipeline.host_bytes,
-            worker_busy_seconds=0.0 if client is None else client.busy_seconds,
-            worker_threads=0 if client is None else client.threads,
-            worker_pid=None if client is None else client.worker_pid,
-        )
+        return self._running().stats()
 
     def records(self, wait: bool = False) -> list[StepRecord]:
         """What the latest steps cost, oldest first, without making anything wait; `wait` waits for all that ended.
@@ -224,7 +202,7 @@ class ZenFlow(torch.optim.Optimizer):
             )
         packed = super().state_dict()
         if pipeline.clock.state.step:
-            packed["state"], packed["zenflow"] = checkpoint.save(pipeline, self._indices())
+            packed["state"], packed["zenflow"] = checkpoint.save(pipeline, indices_of(self.param_groups))
         return packed
 
     @torch.no_grad()
@@ -234,7 +212,7 @@ class ZenFlow(torch.optim.Optimizer):
         That of a `torch.optim.AdamW` too, see `load_adamw_state_dict`. ValueError names what does not fit, before
         anything is changed.
         """
-        checkpoint_checks.check_form(state_dict, self._numbers())
+        checkpoint_checks.check_form(state_dict, numbers_of(self.param_groups))
         if is_adamw_state(state_dict):
             self.load_adamw_state_dict(state_dict)
         else:
@@ -248,10 +226,10 @@ class ZenFlow(torch.optim.Optimizer):
         copies of them; None: the weights are the masters. Warm-up steps count as made if AdamW made them. ValueError
         names what does not fit (amsgrad, maximize, other shapes), before anything is changed.
         """
-        checkpoint_checks.check_form(state_dict, self._numbers())
+        checkpoint_checks.check_form(state_dict, numbers_of(self.param_groups))
         if not is_adamw_state(state_dict):
             raise ValueError("this is not the state of a torch.optim.AdamW that has made a step")
-        self._load(from_adamw(self._running(), self._newcomers(lambda param: True), state_dict, masters))
+        self._load(from_adamw(self._running(), newcomers_of(self.param_groups), state_dict, masters))
 
     @torch.no_grad()
     def adamw_state_dict(self) -> dict[str, Any]:
@@ -261,7 +239,7 @@ class ZenFlow(torch.optim.Optimizer):
         updates, the largest is AdamW's step, and the moments of the others are scaled so that, corrected for bias, they
         are what they were; with one number for all nothing is rounded.
         """
-        state = to_adamw(self._running(), self._indices(), self.param_groups)
+        state = to_adamw(self._running(), indices_of(self.param_groups), self.param_groups)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
     @torch.no_grad()
@@ -273,7 +251,7 @@ class ZenFlow(torch.optim.Optimizer):
         return full_precision(self._running(), model)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        pipeline, everyone = self._running(), self._newcomers(lambda param: True)
+        pipeline, everyone = self._running(), newcomers_of(self.param_groups)
         state = state_dict["state"]
         if state:
             if "zenflow" not in state_dict:
@@ -287,13 +265,16 @@ class ZenFlow(torch.optim.Optimizer):
             self._lay_out_saved(saved, layout, checkpoint.saved_cohorts(everyone, state_dict, self.config))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if state:
-            checkpoint.load(self._running(), state, state_dict["zenflow"], self._indices())
+            checkpoint.load(self._running(), state, state_dict["zenflow"], indices_of(self.param_groups))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be pickled; use state_dict()")
+
+    def _use(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._roster = pipeline, Roster(pipeline)
 
     def _running(self) -> Pipeline:
         if self._closed or self._pipeline is None:
@@ -307,27 +288,6 @@ class ZenFlow(torch.optim.Optimizer):
             )
         return self._pipeline
 
-    def _newcomers(self, wanted: Callable[[Parameter], bool]) -> list[Newcomer]:
-        found, seen = [], set()
-        for number, group in enumerate(self.param_groups):
-            unnamed = [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
-            names = group.get("param_names") or unnamed
-            for param, name in zip(group["params"], names, strict=True):
-                if id(param) not in seen and wanted(param):
-                    found.append(Newcomer(param, number, name, len(seen)))
-                seen.add(id(param))
-        return found
-
-    def _indices(self) -> dict[int, int]:
-        return {id(param): index for index, param in enumerate(self._params())}
-
-    def _numbers(self) -> list[list[int]]:
-        indices = self._indices()
-        return [[indices[id(param)] for param in group["params"]] for group in self.param_groups]
-
-    def _params(self) -> Iterator[Parameter]:
-        return (param for group in self.param_groups for param in group["params"])
-
     def _lay_out_saved(self, saved: list[Newcomer], layout: list[list[Newcomer]], cohorts: dict[int, int]) -> None:
         """Give the parameters of a state that is to be loaded their places: together, and in the cohorts, as they had
         been, since buckets are tried (`upload_check`), and later ones find their cohorts, by what is there."""
@@ -337,42 +297,17 @@ class ZenFlow(torch.optim.Optimizer):
         here = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
         if (wanted and mine != wanted[: len(mine)]) or (cohorts and not here.items() <= cohorts.items()):
             close_pipeline(pipeline)
-            self._pipeline, self._known = Pipeline(self.config, pipeline.device, pipeline.telemetry), set()
+            self._use(Pipeline(self.config, pipeline.device, pipeline.telemetry))
         try:
             for together in (*layout, saved):
-                self._lay_out(
-                    [newcomer for newcomer in together if id(newcomer.param) not in self._known], cohorts or None
-                )
+                self._roster.lay_out(self.param_groups, together, cohorts or None)
         except BaseException:
             if self._pipeline is not pipeline:
                 self.close(flush=False)
             raise
 
-    def _lay_out(self, newcomers: list[Newcomer], cohorts: dict[int, int] | None = None) -> None:
-        if newcomers:
-            check_parameters(newcomers, self._running().device, self.config)
-            lay_out(self._running(), newcomers, len(self.param_groups), cohorts)
-            self._known |= {id(newcomer.param) for newcomer in newcomers}
-            self._checked_groups = []
-            self._running().prepare_backward()
-
-    def _check_groups(self, pipeline: Pipeline) -> None:
-        """A parameter keeps the group in which it was laid out: slots, tables and states are by group."""
-        ids = [[id(param) for param in group["params"]] for group in self.param_groups]
-        if ids == self._checked_groups:
-            return
-        groups = {param: number for number, group in enumerate(ids) for param in group}
-        for record in pipeline.records:
-            if groups.get(id(record.param)) != record.group:
-                raise ValueError(
-                    f"{record.name} was laid out in param group {record.group} and is now in "
-                    f"{groups.get(id(record.param), 'none')}; build a new optimizer to regroup parameters"
-                )
-        self._checked_groups = ids
-        self._unknown = [param for param in self._params() if id(param) not in self._known]
-
     def _warn_without_gradients(self) -> None:
-        if self._warned_no_gradient or any(param.grad is not None for param in self._params()):
+        if self._warned_no_gradient or any(param.grad is not None for param in params_of(self.param_groups)):
             return
         self._warned_no_gradient = True
         warnings.warn(

@@ -22,6 +22,7 @@ from zenflow.norm_order import NormOrder
 from zenflow.param_record import ParamRecord
 from zenflow.scalars import StepScalars
 from zenflow.sending import Sender
+from zenflow.stats import Stats
 from zenflow.storage import SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer
@@ -69,11 +70,25 @@ class Pipeline:
         self.counters = dict.fromkeys(("windows", "selections"), 0)
         self.grads: list[Tensor | None] = []  # of the step that runs, one a record
 
-    @property
-    def host_bytes(self) -> int:
-        """Shared memory of all segments and the worker's header."""
-        return sum(storage.host_bytes for storage in self.storages) + (
-            self.client.header.arena.nbytes if self.client else 0
+    def stats(self) -> Stats:
+        """Counters and clocks since construction; waits for the device to finish what is queued."""
+        client, telemetry = self.client, self.telemetry
+        shared = sum(storage.host_bytes for storage in self.storages)
+        return Stats(
+            steps=self.clock.state.step,
+            windows=self.counters["windows"],
+            selections=self.counters["selections"],
+            skipped_steps=int(self.control.skipped.item()),
+            grad_norm=float(self.control.norm.item()),
+            stall_seconds=telemetry.stall_seconds(),
+            selection_seconds=telemetry.selection_seconds(),
+            host_wait_seconds=telemetry.host_wait_seconds,
+            bytes_to_host=telemetry.bytes_to_host,
+            bytes_to_device=telemetry.bytes_to_device,
+            host_bytes=shared + (0 if client is None else client.header.arena.nbytes),
+            worker_busy_seconds=0.0 if client is None else client.busy_seconds,
+            worker_threads=0 if client is None else client.threads,
+            worker_pid=None if client is None else client.worker_pid,
         )
 
     @property
