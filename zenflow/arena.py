@@ -97,7 +97,7 @@ def _map(fd: int, nbytes: int) -> int:
     huge = huge_page_bytes()
     if not 0 < huge <= nbytes:
         return _mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
-    reserved = _mmap(None, nbytes + huge, _PROT_NONE, _MAP_RESERVED, -1)
+    reserved = _mmap(None, nbytes, _PROT_NONE, _MAP_RESERVED, -1, room=huge)
     place, end = -(-reserved // huge) * huge, reserved + nbytes + huge
     _unmap(reserved, place)
     try:
@@ -109,8 +109,9 @@ def _map(fd: int, nbytes: int) -> int:
     return place
 
 
-def _mmap(place: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
-    address = _libc.mmap(place, nbytes, protection, flags, fd, 0)
+def _mmap(place: int | None, nbytes: int, protection: int, flags: int, fd: int, *, room: int = 0) -> int:
+    """room: bytes of addresses beyond `nbytes`, which need no memory."""
+    address = _libc.mmap(place, nbytes + room, protection, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         raise _refused(ctypes.get_errno(), nbytes)
     return address
