@@ -3,18 +3,19 @@
 Per parameter: fp32 `master`, `exp_avg`, `exp_avg_sq` in the parameter's shape, whoever owns the channel; `step` int64
 `[channels]` (`[1]` with `whole: True`); `selected` int64, and `owned`, false until the first selection; of its running
 window the partial sum (`accumulator`) and its `count`, or, with `accumulate_on: host`, the raw gradients of its steps
-(`gradients`, by number from 0); its `cohort`, with `stagger`; and, only while a deferred result is on its way, the
-`weight` that is visible meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Where
-results are predicted, what is on its way is there too, as `pending_weight`, if it is not the rounded master, and with
-nothing on its way the visible `weight`, if it is not. Under `zenflow`: clock and counters, the running windows'
-scalars, presence and log, the order of the norm's sums, what uploads have learned of the model, and the configuration
-that shaped all this.
+(`gradients`, by number from 0); its `cohort`, with `stagger`; its channels' running `scores`, fp32 `[channels]`, with
+`importance_over` window or average; and, only while a deferred result is on its way, the `weight` that is visible
+meanwhile and the scalars of the steps behind that result (`pending_hyper`, `[n, 5]`). Where results are predicted, what
+is on its way is there too, as `pending_weight`, if it is not the rounded master, and with nothing on its way the
+visible `weight`, if it is not. Under `zenflow`: clock and counters, the running windows' scalars, presence and log, the
+order of the norm's sums, what uploads have learned of the model, and the configuration that shaped all this.
 
 A state moves freely between devices, bucket sizes, worker threads and upload settings; between values of
 `accumulate_on`, `ring_dtype` and `update_interval` at a window's end, which `flush()` makes, and in the middle of a
 window from `accumulate_on: host` to `gpu`: its gradients are summed here as they would have been on the device. It also
 moves between values of `weight_prediction`: what is visible and on its way stays what it is, except where predictions
-come to a run that makes none. That shows masters at once.
+come to a run that makes none. That shows masters at once. Where `importance` or `importance_over` differ, and in an
+older state, scores begin anew.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from zenflow_kernels.control import LOG_CLIP, LOG_FINITE, LOG_INV_SCALE, LOG_WOR
 from zenflow_kernels.gather import gather_channels
 
 from zenflow.channel_state import full_state, full_step
-from zenflow.checkpoint_checks import FORMAT, STATES, State, predicts
+from zenflow.checkpoint_checks import FORMAT, STATES, State, predicts, scores_alike
 from zenflow.config import ZenFlowConfig
 from zenflow.matrices import Newcomer
 from zenflow.outside import adopt_outside_changes, pending_hyper
@@ -101,6 +102,8 @@ def _entry(pipeline: Pipeline, record: ParamRecord, advance: int, count: int, *,
     entry["whole"] = record.kind == "whole"
     if record.storage is not None:
         entry["selected"], entry["owned"], entry["count"] = record.selected.clone(), record.owned, count
+        if (scores := pipeline.scores.of(record)) is not None:
+            entry["scores"] = scores.to("cpu", copy=True)
         if pipeline.config.stagger:
             entry["cohort"] = record.storage.cohort
         if record.accumulator is None:
@@ -176,6 +179,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
             pipeline.uploads.pending += pipeline.finished(
                 storage, coming_turn(storage), predicted=storage.segment.predicted
             )
+    pipeline.scores.load(_saved_scores(pipeline, state, engine["config"], indices), pipeline.records)
     steps = [entry["step"] for entry in state.values()]
     pipeline.highest_t = max((int(step.max()) for step in steps if step.numel()), default=0)
     pipeline.counters.update(engine["counters"])
@@ -191,6 +195,16 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     pipeline.norm_order.load([records[index] for index in engine["norm_order"]], len(records))
     pipeline.uploads.load_state_dict(_renumbered(engine["uploads"], records))
     pipeline.prepare_backward()
+
+
+def _saved_scores(
+    pipeline: Pipeline, state: State, config: dict[str, Any], indices: dict[int, int]
+) -> dict[int, Tensor]:
+    """By `record.index`, where they are of the kind that is kept here."""
+    if not scores_alike(config, pipeline.config):
+        return {}
+    entries = {record.index: state.get(indices[id(record.param)], {}) for record in pipeline.records}
+    return {index: entry["scores"] for index, entry in entries.items() if "scores" in entry}
 
 
 def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any], window_log: Tensor) -> None:

@@ -42,6 +42,11 @@ def predicts(config: dict[str, Any]) -> bool:
     return type(factor) is float and factor > 0 and _equal(config.get("overlap_step"), True)
 
 
+def scores_alike(saved: dict[str, Any], mine: ZenFlowConfig) -> bool:
+    """Whether the running scores of a state with this configuration, which may lack the settings, go on here."""
+    return all(_equal(saved.get(name), getattr(mine, name)) for name in ("importance", "importance_over"))
+
+
 def check_form(state_dict: dict[str, Any], numbers: Sequence[Sequence[int]]) -> None:
     """ValueError unless this has the parts of an optimizer's state, with settings that can be used.
 
@@ -219,9 +224,10 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
         n = count_selected(config.topk_ratio, channels) if entry["owned"] else 0
         shapes["selected"] = (n,), torch.int64
         shapes |= {name: (tuple(param.shape), None) for name in ("accumulator", *WEIGHTS) if name in entry}
+        shapes |= {"scores": ((channels,), torch.float32)} if "scores" in entry else {}
     for name, (shape, dtype) in shapes.items():
         _check_tensor(newcomer, name, entry[name], shape, dtype)
-    for name in STATES:
+    for name in (*STATES, *(("scores",) if deferred and "scores" in entry else ())):
         if entry[name].isnan().any():
             raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
     hyper = entry.get("pending_hyper", [])

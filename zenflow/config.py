@@ -81,6 +81,15 @@ class ZenFlowConfig:
     importance: Literal["square", "magnitude"] = "square"
     """A channel's score: the sum of its squared or of its absolute gradients."""
 
+    importance_over: Literal["step", "window", "average"] = "step"
+    """The steps whose gradients a score is of: the selecting one, all of the window that ends with it (their sum), or
+    all so far (a moving average). The latter two take the gradient as it is applied, unscaled and clipped, and leave
+    out what is skipped; they read it once more, in the windows in which a selection can come or in every step."""
+
+    importance_decay: float = 0.9
+    """Of that average, 0 to below 1: what all steps before weigh beside a new one, which weighs `1 - importance_decay`.
+    A selection then looks back over some `1 / (1 - importance_decay)` steps."""
+
     deferred_rule: Literal["accumulate", "replay"] = "accumulate"
     """One AdamW update a window with the mean of the window's gradients, or (`replay`, which needs `accumulate_on:
     host`) one update for each of its steps, in one pass over memory."""
@@ -293,6 +302,8 @@ _RULES = {
     "weight_prediction": _number(*_FACTOR),
     "channel_dim": _word("column", "row"),
     "importance": _word("square", "magnitude"),
+    "importance_over": _word("step", "window", "average"),
+    "importance_decay": _number("a number from 0 to below 1", lambda value: 0 <= value < 1),
     "deferred_rule": _word("accumulate", "replay"),
     "deferred_lr_scale": _number(*_POSITIVE, "linear", "none"),
     "on_reselect": _word("migrate", "reset"),

@@ -83,6 +83,7 @@ def _lay_out_dtype(pipeline: Pipeline, newcomers: list[Newcomer], n_groups: int,
         undo.pop_all()
     pipeline.records += records
     pipeline.tables.append(table)
+    pipeline.scores.follow(table)
     pipeline.storages += storages.values()
 
 

@@ -35,13 +35,15 @@ def candidates(pipeline: Pipeline) -> list[ParamRecord]:
 
 
 def select(pipeline: Pipeline, records: Sequence[ParamRecord], step: int, ahead: int = 0) -> None:
-    """Give these parameters new owners by this step's gradients; waits for the worker.
+    """Give these parameters new owners by this step's gradients, or `scores.py`; waits for the worker.
 
     ahead: how many of their AdamW updates that the device has counted are still to be applied. WorkerError if the
     worker ends meanwhile.
     """
     config = pipeline.config
-    chosen = choose_channels(records, [pipeline.grads[record.index] for record in records], config.importance)
+    grads = [pipeline.grads[record.index] for record in records]
+    scores = None if ahead else pipeline.scores.of_all(records)
+    chosen = choose_channels(records, grads, config.importance, scores)
     pipeline.wait_for_worker()
     traffic = give_owners(
         records, chosen, pipeline.control.advance,

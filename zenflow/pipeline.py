@@ -21,6 +21,7 @@ from zenflow.cores import CorePlan
 from zenflow.norm_order import NormOrder
 from zenflow.param_record import ParamRecord
 from zenflow.scalars import StepScalars
+from zenflow.scores import Scores
 from zenflow.sending import Sender
 from zenflow.stats import Stats
 from zenflow.storage import SegmentStorage
@@ -51,6 +52,7 @@ class Pipeline:
         self.partials = torch.zeros(0, dtype=torch.float64, device=device)
         self.norm_order = NormOrder()
         self.scalars = StepScalars(device)
+        self.scores = Scores(config)
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
         self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores

@@ -44,11 +44,17 @@ class Traffic:
     selected: int = 0
 
 
-def choose_channels(records: Sequence[ParamRecord], grads: Sequence[Tensor], importance: str) -> list[Tensor]:
-    """New owners by each record's gradient: int64 indices, ascending, on the device; waits for nothing."""
+def choose_channels(
+    records: Sequence[ParamRecord], grads: Sequence[Tensor], importance: str, scores: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """New owners by each record's gradient, or by its `scores`, fp32 `[channels]`, where they are given.
+
+    int64 indices, ascending, on the device; waits for nothing.
+    """
     assert len({record.kind for record in records}) == 1, "channels are columns of all matrices, or rows of all"
-    matrices = [grad.view(record.weight.shape) for record, grad in zip(records, grads, strict=True)]
-    scores = grouped_scores(matrices, records[0].kind, importance)
+    if scores is None:
+        matrices = [grad.view(record.weight.shape) for record, grad in zip(records, grads, strict=True)]
+        scores = grouped_scores(matrices, records[0].kind, importance)
     return grouped_choices(scores, [record.n_selected for record in records])
 
 

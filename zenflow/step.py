@@ -69,6 +69,7 @@ def run_step(pipeline: Pipeline, groups: list[dict], grad_scale: Tensor | None, 
         _reduce(pipeline, plan.position, grad_scale, found_inf)
         uploads.end_backward(pipeline.is_finite)
         select_first(pipeline, plan.step)
+        pipeline.scores.add(pipeline.control, pipeline.clock)
         if config.accumulate_on == "host":
             sender.send_gradients(pipeline.records, pipeline.grads, plan.position % config.update_interval)
         for table in pipeline.tables:

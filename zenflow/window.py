@@ -124,6 +124,15 @@ class WindowClock:
         """The step at whose end the result of a cohort's last window becomes visible."""
         return self.state.step - self.length(cohort) + (self.visible_after or self.update_interval)
 
+    def may_select_within(self, steps: int) -> bool:
+        """Whether a selection is due in the step that has begun, or falls due in one of the `steps - 1` after it."""
+        step, last = self.state.step, self.state.step + steps - 1
+        return (
+            self.state.selection_due
+            or last // self.select_interval > step // self.select_interval
+            or step < self.full_warm_up_rounds <= last
+        )
+
     def selection_ran(self) -> None:
         """A selection has been carried out: none is due until the next multiple of `select_interval`."""
         self.state.selection_due = False

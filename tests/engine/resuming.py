@@ -232,6 +232,7 @@ def _draw_settings(draw: random.Random) -> dict[str, Any]:
         "weight_prediction": choose([0.0, 0.0, 1.0, 0.7]),
         "channel_dim": choose(["column", "row"]),
         "importance": choose(["square", "magnitude"]),
+        "importance_over": choose(["step", "window", "average"]),
         "deferred_lr_scale": choose(["linear", "none", 0.7]),
         "on_reselect": choose(["migrate", "migrate", "reset"]),
         "accumulate_on": "host" if on_host else "gpu",

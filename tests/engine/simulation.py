@@ -33,6 +33,8 @@ DEFAULTS = {
     "weight_prediction": 0.0,
     "channel_dim": "column",
     "importance": "square",
+    "importance_over": "step",
+    "importance_decay": 0.9,
     "deferred_rule": "accumulate",
     "deferred_lr_scale": "linear",
     "accumulate_on": "gpu",
@@ -81,6 +83,7 @@ class State:
     pending: Tensor | None = None  # a finished result that is not visible yet
     age: int = 0  # steps since the last step of its window
     cohort: int | None = None  # under `stagger`, once it has been laid out
+    scores: Tensor | None = None  # fp32 [channels], over this window or all steps so far
 
     @classmethod
     def of(cls, weight: Tensor, row_channels: bool, whole: bool) -> State:
@@ -165,10 +168,12 @@ class Simulation:
         clip = f32(1.0) if limit is None or not finite else f32(min(1.0, limit / (self.norm + 1e-6)))
         self.skipped += not finite
         if finite:
-            self._select([None if state.owned else grad for state, grad in zip(self.states, flat, strict=True)])
+            unowned = [None if state.owned else grad for state, grad in zip(self.states, flat, strict=True)]
+            self._select(unowned, first=True)
         for number, (state, group, grad) in enumerate(zip(self.states, self.groups, flat, strict=True)):
             if finite and grad is not None:
                 scaled = (grad.float() * inverse) * clip
+                self._score(state, grad, inverse * clip)
                 state.update(state.selected, scaled, group, group.lr, 1 - group.lr * group.weight_decay)
                 self._round(state, number)
                 self._fold(state, scaled, group)
@@ -305,12 +310,30 @@ class Simulation:
             return last.lr * len(counted), decay
         return last.lr * (1.0 if scale == "none" else scale), 1 - last.lr * last.weight_decay
 
-    def _select(self, grads: Sequence[Tensor | None]) -> None:
+    def _score(self, state: State, grad: Tensor, factor: Tensor) -> None:
+        """Of a step that counts; `factor` makes of the raw gradient what is applied."""
+        new = self._step_scores(state, grad).float() * factor
+        if self.settings["importance"] == "square":
+            new = new * factor
+        old = torch.zeros_like(new) if state.scores is None else state.scores
+        if self.settings["importance_over"] == "average":
+            rate = f32(1 - self.settings["importance_decay"])
+            state.scores = torch.where(new.isfinite(), old + rate * (new - old), old)
+        else:
+            state.scores = (old if state.counted else 0.0) + torch.where(new.isfinite(), new, 0.0)
+
+    def _step_scores(self, state: State, grad: Tensor) -> Tensor:
+        x = grad.double()
+        weighed = x.square() if self.settings["importance"] == "square" else x.abs()
+        return weighed.sum(1 if state.row_channels else 0)
+
+    def _select(self, grads: Sequence[Tensor | None], first: bool = False) -> None:
         """A parameter without a gradient takes no part: it keeps its owners, or waits for its first selection."""
         for state, grad in zip(self.states, grads, strict=True):
             if grad is None or state.whole:
                 continue
-            chosen = self._most_important(state, grad)
+            alone = first or self.settings["importance_over"] == "step"
+            chosen = self._most_important(state, self._step_scores(state, grad) if alone else state.scores)
             if self.settings["on_reselect"] == "reset":
                 changed = state.per_channel(chosen != state.selected)
                 state.exp_avg = state.exp_avg.masked_fill(changed, 0.0)
@@ -321,10 +344,7 @@ class Simulation:
                 state.master = torch.where(entering, state.master.to(state.visible.dtype).float(), state.master)
             state.selected, state.owned = chosen, True
 
-    def _most_important(self, state: State, grad: Tensor) -> Tensor:
-        x = grad.double()
-        weighed = x.square() if self.settings["importance"] == "square" else x.abs()
-        scores = weighed.sum(1 if state.row_channels else 0)
+    def _most_important(self, state: State, scores: Tensor) -> Tensor:
         best = torch.sort(scores, descending=True, stable=True).indices[: self._wanted(state)]
         chosen = torch.zeros(len(state.step), dtype=torch.bool)
         chosen[best] = True

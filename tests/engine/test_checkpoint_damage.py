@@ -44,8 +44,8 @@ def change(state: Any, path: tuple[Any, ...], value: Any) -> None:
 
 @pytest.mark.parametrize(
     "kinds",
-    [{"accumulate_on": "gpu"}, {"accumulate_on": "host"}, {"weight_prediction": 1.0}],
-    ids=["gpu", "host", "predicted"],
+    [{"accumulate_on": "gpu"}, {"accumulate_on": "host"}, {"weight_prediction": 1.0}, {"importance_over": "average"}],
+    ids=["gpu", "host", "predicted", "scores"],
 )
 def test_junk_in_any_place_is_refused_by_name_or_harmless(kinds: dict[str, Any], device: str, build: Builder) -> None:
     """Saved in the middle of a window with a result on its way, so that there is something everywhere."""

@@ -37,6 +37,9 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"accumulate_on": "host", "deferred_rule": "replay", "weight_prediction": 1.5},
     ),
+    "window-scores-fp32": (torch.float32, {"importance_over": "window", "stagger": True, "update_interval": 4}),
+    "window-scores-host": (torch.bfloat16, {"importance_over": "window", "accumulate_on": "host"}),
+    "average-scores-bf16": (torch.bfloat16, {"importance_over": "average", "full_warm_up_rounds": 2}),
     "staggered-host-fp32": (torch.float32, {"stagger": True, "accumulate_on": "host", "visible_after": 3}),
 }
 
@@ -47,7 +50,7 @@ def test_i7_saved_at_any_step_a_run_goes_on(mode: str, device: str, build: Build
     on its way, a skipped step, a selection and a changed learning rate; weights at every later step, and in the end all
     masters, moments, t, owners and counters. Half of them go back in one optimizer that has gone on already."""
     dtype, given = MODES[mode]
-    rewinds = mode in ("host-fp32", "staleness-0-fp32")
+    rewinds = mode in ("host-fp32", "staleness-0-fp32", "window-scores-fp32", "average-scores-bf16")
     check_resumed(make_script(dtype, given, 9), range(1, 9), device, build, tmp_path, rewinds=rewinds)
 
 

@@ -22,7 +22,7 @@ STEPS = 20
 
 
 class History:
-    def __init__(self, seed: int, device: str, build: Builder, stagger: bool, predicted: bool) -> None:
+    def __init__(self, seed: int, device: str, build: Builder, stagger: bool, predicted: bool, over: str) -> None:
         self.draw = draw = random.Random(seed)
         self.device, self.build = device, build
         self.shapes = [(7, 5), *(self._shape() for _ in range(draw.randint(1, 5)))]
@@ -33,7 +33,7 @@ class History:
         longest = self.settings["update_interval"]
         if self.settings["overlap_step"] and (stagger or seed % 4 == 3):
             self.settings["visible_after"] = draw.choice(["auto", 1, longest, -(-longest // 2)])
-        self.settings["stagger"] = stagger
+        self.settings["stagger"], self.settings["importance_over"] = stagger, over
         if set(self.dtypes) == {torch.bfloat16}:
             self.settings["selected_masters"] = draw.choice(["stochastic", "float32"])
         self.settings["weight_prediction"] = random.Random(-1 - seed).choice([0.5, 1.0, 1.7]) if predicted else 0.0
@@ -157,14 +157,16 @@ class History:
 
 STAGGERED = (1, 3, 5, 9, 11, 12, 14, 15)  # with saves, late parameters, flushes and selections in them
 PREDICTED = (4, 7, 17, 18, 20, 22, 23, 29, 30)  # with late results of several steps
+SCORED = {6: "window", 14: "window", 29: "window", 9: "average", 18: "average"}
 HISTORIES = {
-    **{f"seed={seed}": (seed, False, False) for seed in range(16)},
-    **{f"seed={seed}-staggered": (seed, True, False) for seed in STAGGERED},
-    **{f"seed={seed}-predicted": (seed, seed % 2 == 0, True) for seed in PREDICTED},
+    **{f"seed={seed}": (seed, False, False, "step") for seed in range(16)},
+    **{f"seed={seed}-staggered": (seed, True, False, "step") for seed in STAGGERED},
+    **{f"seed={seed}-predicted": (seed, seed % 2 == 0, True, "step") for seed in PREDICTED},
+    **{f"seed={seed}-{over}": (seed, seed % 2 == 0, False, over) for seed, over in SCORED.items()},
 }
 
 
 @pytest.mark.parametrize("name", HISTORIES)
 def test_any_history_equals_the_simulation(name: str, device: str, build: Builder) -> None:
-    seed, stagger, predicted = HISTORIES[name]
-    History(seed, device, build, stagger, predicted).play()
+    seed, stagger, predicted, over = HISTORIES[name]
+    History(seed, device, build, stagger, predicted, over).play()

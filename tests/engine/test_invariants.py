@@ -129,10 +129,11 @@ def trajectory(build: Builder, device: str, steps: int, **settings: Any) -> tupl
     return weights, [engine.channel_state(parameter) for parameter in parameters]
 
 
+@pytest.mark.parametrize("over", ["step", "window", "average"])
 @pytest.mark.parametrize("channel_dim", DIMS)
-def test_i5_a_selection_changes_no_bit(channel_dim: str, device: str, build: Builder) -> None:
+def test_i5_a_selection_changes_no_bit(channel_dim: str, over: str, device: str, build: Builder) -> None:
     """Without overlap a selecting step differs from a plain one in steps (c) and (d) alone."""
-    settings = {"overlap_step": False, "update_interval": 4, "channel_dim": channel_dim}
+    settings = {"overlap_step": False, "update_interval": 4, "channel_dim": channel_dim, "importance_over": over}
     weights, states = trajectory(build, device, 8, select_interval=8, **settings)
     plain_weights, plain_states = trajectory(build, device, 8, select_interval=10**6, **settings)
     changed_owner = 0

@@ -53,6 +53,40 @@ SCENARIOS = {
     "rows": scenario(channel_dim="row", select_interval=8),
     "magnitude": scenario(importance="magnitude", select_interval=8),
     "rows-magnitude-fp32": scenario("fp32", channel_dim="row", importance="magnitude", select_interval=4),
+    "window": scenario(importance_over="window", select_interval=8),
+    "window-magnitude-rows-fp32": scenario(
+        "fp32",
+        channel_dim="row",
+        importance="magnitude",
+        importance_over="window",
+        update_interval=3,
+        select_interval=5,
+    ),
+    "window-clip": scenario(importance_over="window", max_grad_norm=0.5, select_interval=6),
+    "window-eventful": scenario(eventful=True, importance_over="window", select_interval=8, max_grad_norm=1.0),
+    "window-eventful-warm-up": scenario(
+        "fp16", True, importance_over="window", full_warm_up_rounds=5, update_interval=3, select_interval=9
+    ),
+    "window-staggered-host": scenario(
+        accumulate_on="host", importance_over="window", stagger=True, update_interval=5, select_interval=7
+    ),
+    "average": scenario(importance_over="average", select_interval=8),
+    "average-clip-fp32-rows": scenario(
+        "fp32",
+        channel_dim="row",
+        importance_over="average",
+        importance_decay=0.5,
+        max_grad_norm=0.25,
+        select_interval=5,
+    ),
+    "average-eventful": scenario(
+        eventful=True, importance_over="average", importance="magnitude", select_interval=8, max_grad_norm=1.0
+    ),
+    "average-staggered-eventful": scenario(
+        "fp16", True, importance_over="average", importance_decay=0.99, stagger=True, select_interval=8
+    ),
+    "average-k=0": scenario(importance_over="average", topk_ratio=0),
+    "average-k=1": scenario(importance_over="average", topk_ratio=1),
     "clip": scenario(max_grad_norm=0.5, select_interval=8),
     "clip-fp32-rows": scenario("fp32", channel_dim="row", max_grad_norm=0.25, select_interval=8),
     "small-matrices-whole": scenario(min_deferred_numel=40, select_interval=8),

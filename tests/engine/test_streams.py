@@ -62,10 +62,12 @@ ORDINARY = {False: ([1, 6], (1, 2, 3, 6), (9, 12, 15)), True: ([1, 5, 6], range(
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["no-clip", "clip"])
+@pytest.mark.parametrize(
+    ("clip", "over"), [(None, "step"), (1.0, "step"), (1.0, "average")], ids=["no-clip", "clip", "clip-average"]
+)
 @pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
 def test_an_ordinary_step_never_synchronises(
-    stagger: bool, clip: float | None, rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+    stagger: bool, clip: float | None, over: str, rule: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward, step and window's end, with uploads under backward. The first selection asks, and the check in the
     first window of each cohort that could upload; nothing else."""
@@ -75,6 +77,7 @@ def test_an_ordinary_step_never_synchronises(
     monkeypatch.setattr(Pipeline, "is_finite", lambda self: asked.append(self.clock.state.step) or question(self))
     parameters = make_parameters(SHAPES, torch.bfloat16, "cuda")
     settings = {"topk_ratio": 0.1, "update_interval": 3, "select_interval": 1000, "max_grad_norm": clip}
+    settings["importance_over"] = over
     engine = build(parameters, lr=0.01, stagger=stagger, **settings, **RULES[rule])
     stream = [[grad.cuda() for grad in grads] for grads in make_gradients(SHAPES, torch.bfloat16, 15)]
     for step, grads in enumerate(stream, start=1):

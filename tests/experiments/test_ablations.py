@@ -32,6 +32,7 @@ VARIED = {
     "ablation_staleness": ("overlap_step", {True, False}),
     "ablation_weight_prediction": ("weight_prediction", {0.0, 0.5, 1.0, 1.5}),
     "ablation_channels": ("channel_dim", {"column", "row"}),
+    "ablation_importance": ("importance_over", {"step", "window", "average"}),
     "ablation_select_interval": ("select_interval", {4, 16, 1000}),
     "ablation_on_reselect": ("on_reselect", {"migrate", "reset"}),
     "ablation_full_warm_up_rounds": ("full_warm_up_rounds", {0, 8}),

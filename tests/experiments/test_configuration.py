@@ -68,6 +68,7 @@ def test_a_learning_rate_is_a_float_however_it_is_written(text):  # F14
         ("optimizer.lr=fast", ["optimizer.lr", "fast", "Float"]),
         ("engine.update_interval=2.5", ["engine.update_interval", "2.5"]),
         ("engine.importance=cube", ["cube", "square", "magnitude"]),
+        ("engine.importance_over=steps", ["steps", "window", "average"]),
         ("engine=zenflou", ["zenflou", "zero_offload", "adamw"]),
     ],
 )

@@ -24,6 +24,7 @@ from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.importance import IMPORTANCES, channel_scores
 from zenflow_kernels.norm import partial_norms
 from zenflow_kernels.numerics import pack_hyper
+from zenflow_kernels.running_scores import RunningScores
 from zenflow_kernels.scatter import scatter_channels_
 from zenflow_kernels.stochastic_rounding import round_stochastically
 from zenflow_kernels.topk import select_channels
@@ -37,7 +38,14 @@ EMPTY = [Spec("column", 9, 0, 0), Spec("row", 0, 128, 0), Spec("whole", 0, 7)]
 STEPS = 64
 
 # Compilations of each kernel: once for all dtypes, or in each dtype once a class.
-ONCE = {"channels_kernel": 1, "_close_step_kernel": 1, "_select_kernel": 1, "_add_runs_kernel": 1, "_round_kernel": 1}
+ONCE = {
+    "channels_kernel": 1,
+    "_close_step_kernel": 1,
+    "_select_kernel": 1,
+    "_add_runs_kernel": 1,
+    "_round_kernel": 1,
+    "_keep_scores_kernel": len(IMPORTANCES),
+}
 A_DTYPE = {
     "_partial_norms_kernel": 1,
     "_step_kernel": len(SPECS),
@@ -82,6 +90,10 @@ def run_every_op(
         control, given["partials"], given["present"], window=number, position=number % 4, max_grad_norm=1.0 + number,
         grad_scale=given["scale"], found_inf=given["found"],
     )  # fmt: skip
+    for importance, rate in zip(IMPORTANCES, (None, 0.1 + 0.01 * number), strict=True):
+        running = RunningScores(table, importance, rate)
+        running.add(control)
+        made += [scores for scores in running.scores if scores is not None]
     fused_step(table, control, given["hyper"], given["bias"], seed=2**63 + number, step=2**31 + number)
     write_masters(table, control, cohort=number % 3)
     weight = table.entries[0].weight

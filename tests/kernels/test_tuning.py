@@ -14,7 +14,7 @@ from zenflow.bench.kernel_ops import CHANNELS, OPS, Work
 from zenflow.bench.kernel_problem import Problem
 from zenflow.bench.kernel_tune import KNOBS, Candidate, knobs_of, launch_constants, outputs_of, tune
 
-SUMS = ("partial_norms", "channel_scores")  # what a block or a warp adds first is part of their bits
+SUMS = ("partial_norms", "channel_scores", "running_scores")  # what a block or a warp adds first is part of their bits
 CASES = [(name, layout) for name, op in OPS.items() for layout in op.layouts]
 
 

@@ -19,6 +19,7 @@ from zenflow_kernels.gather import gather_channels, gather_channels_reference
 from zenflow_kernels.importance import RUN, channel_scores, channel_scores_reference
 from zenflow_kernels.norm import partial_norms, partial_norms_reference
 from zenflow_kernels.numerics import pack_hyper
+from zenflow_kernels.running_scores import RunningScores
 from zenflow_kernels.scatter import scatter_channels_, scatter_channels_reference_
 from zenflow_kernels.stochastic_rounding import round_stochastically, round_stochastically_reference
 from zenflow_kernels.table import NORM_TILE, Entry, Table
@@ -109,6 +110,10 @@ def _masters_moved(problem: Problem) -> Moved:
 def _scores_moved(problem: Problem) -> Moved:
     must = problem.item * problem.numel + 4 * problem.channels
     return Moved(must, must + 8 * problem.channels * -(-problem.length // RUN))
+
+
+def _running_moved(problem: Problem) -> Moved:
+    return _scores_moved(problem) + exactly(4 * problem.channels)
 
 
 def _select_moved(problem: Problem) -> Moved:
@@ -248,6 +253,20 @@ def _scores_work(problem: Problem) -> Work:
     )
 
 
+def _running_work(problem: Problem) -> Work:
+    table, control = Table([problem.entry(folds=False)], 0), decided(1, FOLD_ADD, problem.device).control
+    running, grad = RunningScores(table, "square", 0.1), problem.gradient()
+
+    def bound(add: Callable[[StepControl], None]) -> Call:
+        def run() -> None:
+            table.bind([grad])
+            add(control)
+
+        return Call(run)
+
+    return Work(bound(running.add), bound(running.add_reference), outputs=tuple(running.scores))
+
+
 def _select_work(problem: Problem) -> Work:
     scores = problem.normal(problem.channels, seed=7, dtype=torch.float32).square_()
     return Work(
@@ -307,6 +326,7 @@ OPS = {
     ),
     "write_masters": Op(CHANNELS, _masters_moved, _masters_work, "torch.index_copy_"),
     "channel_scores": Op(CHANNELS, _scores_moved, _scores_work, "torch.linalg.vector_norm"),
+    "running_scores": Op(CHANNELS, _running_moved, _running_work),
     "select_channels": Op(("columns",), _select_moved, _select_work, "torch.topk", (torch.bfloat16,)),
     "gather_channels": Op(CHANNELS, _gather_moved, _gather_work),
     "scatter_channels": Op(CHANNELS, _scatter_moved, _scatter_work),

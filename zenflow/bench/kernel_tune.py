@@ -49,7 +49,11 @@ _COMPACT = (
     Knob(channels, "TILE_COLS", (128, 256, 512)),
     Knob(channels, "WARPS", (2, 4, 8)),
 )
-_SCORES = Knob(importance, "WARPS", (4, 8))
+_SCORES = (
+    Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
+    Knob(importance, "ROW_BLOCK", ((256, 16), (512, 8), (128, 32), (512, 16))),
+    Knob(importance, "WARPS", (4, 8)),
+)
 KNOBS = {
     "partial_norms": (Knob(norm, "NORM_BLOCK", (2048, 4096, 8192)), Knob(norm, "WARPS", (4, 8, 16))),
     "fused_step": _STEP,
@@ -58,11 +62,8 @@ KNOBS = {
     "fused_step_stochastic": _STEP,
     "fused_step_whole": _STEP,
     "write_masters": (_STEP[0], *_STEP[2:]),
-    "channel_scores": (
-        Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
-        Knob(importance, "ROW_BLOCK", ((256, 16), (512, 8), (128, 32), (512, 16))),
-        _SCORES,
-    ),
+    "channel_scores": _SCORES,
+    "running_scores": _SCORES,
     "select_channels": (Knob(topk, "BLOCK", (2048, 4096)), Knob(topk, "WARPS", (8, 16, 32))),
     "gather_channels": _COMPACT,
     "scatter_channels": _COMPACT,
@@ -74,7 +75,7 @@ SHIPPED = {name: name for name in cards.TUNABLE} | {
     "fused_step_stochastic": "fused_step",
 }
 ONE_CLASS = ("select_channels", "stochastic_rounding")
-# By layout, what channel_scores, or fused_step, does not read there.
+# By layout, what the scores, or fused_step, do not read there.
 UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK", "whole": "FOLD_BLOCK"}
 
 Setting = dict[Knob, Any]

@@ -24,6 +24,7 @@ TrackingMode = Enum("TrackingMode", ["disabled", "offline", "online"])
 SelectStrategy = Enum("SelectStrategy", ["auto", "step", "epoch"])
 ChannelDim = Enum("ChannelDim", ["column", "row"])
 Importance = Enum("Importance", ["square", "magnitude"])
+ImportanceOver = Enum("ImportanceOver", ["step", "window", "average"])
 DeferredRule = Enum("DeferredRule", ["accumulate", "replay"])
 AccumulateOn = Enum("AccumulateOn", ["gpu", "host"])
 Upload = Enum("Upload", ["backward", "step"])
@@ -60,6 +61,8 @@ class ZenFlowEngine(EngineConfig):
     weight_prediction: float = 0.0
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
+    importance_over: ImportanceOver = ImportanceOver.step
+    importance_decay: float = 0.9
     deferred_rule: DeferredRule = DeferredRule.accumulate
     deferred_lr_scale: int | float | str = "linear"
     on_reselect: OnReselect = OnReselect.migrate
