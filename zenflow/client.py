@@ -47,6 +47,7 @@ class WorkerClient:
     """One worker process. It ends with this object, with this process, or with `close()`.
 
     settings: see `WorkerSettings`; cores: the logical CPUs that the worker binds itself to; threads: of its pass.
+    WorkerError if the process has ended already; one that ends later, in its start, is an error of `attach`.
     """
 
     def __init__(self, *, settings: WorkerSettings, cores: Sequence[int], threads: int) -> None:
@@ -69,7 +70,11 @@ class WorkerClient:
                     self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
                 )
                 undo.pop_all()
-        self._send(("start", settings, tuple(cores), threads))
+        try:
+            self._send(("start", settings, tuple(cores), threads))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def worker_pid(self) -> int:

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.processes import ends_within, within
 from tests.worker.feeding import Trainer, make_segment
+from zenflow import client as client_module
 from zenflow.client import WorkerClient, WorkerError
 from zenflow.ring import SegmentMemory
 from zenflow.worker_settings import WorkerSettings
@@ -127,13 +129,24 @@ def test_a_worker_killed_during_start_is_noticed(client, sent):
     memory.close()
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch):
+@pytest.mark.parametrize("moment", ["before-its-first-message", "whenever"])
+def test_a_worker_that_cannot_start_says_why(monkeypatch, moment):
+    """On a busy machine it may be over before the trainer goes on: then there is nobody to send a message to."""
     monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    client = WorkerClient(settings=WorkerSettings(), cores=[0], threads=1)
-    memory = SegmentMemory.create(make_segment())
+    memory, before, spawn = SegmentMemory.create(make_segment()), descriptors(), client_module._spawn
+
+    def spawn_and_wait(*arguments):
+        process = spawn(*arguments)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return process
+
+    if moment == "before-its-first-message":
+        monkeypatch.setattr(client_module, "_spawn", spawn_and_wait)
     with pytest.raises(WorkerError, match=r"exit code 1(.|\n)*encodings"):
-        client.attach(memory.segment, memory)
-    client.close()
+        client = WorkerClient(settings=WorkerSettings(), cores=[0], threads=1)
+        with closing(client):
+            client.attach(memory.segment, memory)
+    assert descriptors() == before, "a client that cannot be had keeps nothing"
     memory.close()
 
 
