@@ -142,11 +142,12 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, moment):
 
     if moment == "before-its-first-message":
         monkeypatch.setattr(client_module, "_spawn", spawn_and_wait)
-    with pytest.raises(WorkerError, match=r"exit code 1(.|\n)*encodings"):
-        client = WorkerClient(settings=WorkerSettings(), cores=[0], threads=1)
-        with closing(client):
-            client.attach(memory.segment, memory)
-    assert descriptors() == before, "a client that cannot be had keeps nothing"
+    with (
+        pytest.raises(WorkerError, match=r"exit code 1(.|\n)*encodings") as kept,
+        closing(WorkerClient(settings=WorkerSettings(), cores=[0], threads=1)) as client,
+    ):
+        client.attach(memory.segment, memory)
+    assert kept.traceback and descriptors() == before, "a client that cannot be had holds nothing, whoever holds it"
     memory.close()
 
 
