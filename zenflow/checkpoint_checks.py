@@ -14,7 +14,7 @@ from zenflow.checks import group_hyper
 from zenflow.config import ZenFlowConfig
 from zenflow.matrices import Newcomer, count_channels, count_selected, is_deferred
 from zenflow.pipeline import Pipeline
-from zenflow.window import WindowClock, union
+from zenflow.window import WindowClock
 
 State = dict[int, dict[str, Any]]  # by torch's parameter index
 FORMAT = 3
@@ -162,7 +162,7 @@ def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> Wi
         update_interval=mine.update_interval, select_interval=mine.select_interval,
         full_warm_up_rounds=mine.full_warm_up_rounds, visible_after=mine.visible_after,
     )  # fmt: skip
-    clock.cohorts = union(cohorts.values()) or (mine.update_interval,)
+    clock.cohorts = tuple(sorted(set(cohorts.values()))) or (mine.update_interval,)
     clock.load_state_dict(saved)
     steps = [len(engine["hyper_log"]), len(engine["present_log"])]
     # Fewer where a cohort began after some steps of its window.

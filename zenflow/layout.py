@@ -21,7 +21,7 @@ from zenflow.param_record import ParamRecord, record_deferred, record_whole
 from zenflow.pipeline import Pipeline
 from zenflow.ring_layout import bytes_of
 from zenflow.storage import SegmentStorage, new_segment
-from zenflow.window import divide, union
+from zenflow.window import divide
 from zenflow.worker_settings import WorkerSettings
 
 
@@ -39,7 +39,7 @@ def lay_out(
     records = pipeline.records
     pipeline.control = _grown(pipeline.control, records, pipeline.config.update_interval)
     if pipeline.storages:
-        pipeline.clock.cohorts = union(storage.cohort for storage in pipeline.storages)
+        pipeline.clock.cohorts = tuple(sorted({storage.cohort for storage in pipeline.storages}))
     pipeline.present_log = [row + [False] * (len(records) - len(row)) for row in pipeline.present_log]
     total = sum(table.n_partials for table in pipeline.tables)
     pipeline.partials = torch.zeros(total, dtype=torch.float64, device=pipeline.device)

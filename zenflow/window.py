@@ -10,7 +10,7 @@ all windows at once; it comes with the end of each warm-up step, with a selectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -158,8 +158,3 @@ def divide(numels: Sequence[int], loads: Mapping[int, int], update_interval: int
         cohorts[place] = min(sums, key=sums.__getitem__)
         sums[cohorts[place]] += numels[place]
     return cohorts
-
-
-def union(cohorts: Iterable[int]) -> tuple[int, ...]:
-    """Each once, ascending."""
-    return tuple(sorted(set(cohorts)))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from tests.ring_model.actors import Actors, items
-from tests.ring_model.explore import Op, Stamp
+from tests.ring_model.actors import items
+from tests.ring_model.explore import Op
+from tests.ring_model.sending import Sending
 from tests.ring_model.setup import Setup
 
 
-class Exchanges(Actors):
-    """sent: slots so far; latest: the number of the last window that was sent, by segment; uses: how many were.
-
-    shown: what the shadows hold, by turn and bucket, once all that was sent has been processed.
-    """
+class Exchanges(Sending):
+    """`selection._Exchange`; exchanges: how many parts have been ordered."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.exchanges = self.sent = 0
-        self.latest, self.uses = [0] * setup.segments, [0] * setup.segments
-        self.shown: dict[tuple[int, int], Stamp] = {(turn, bucket): 0 for turn in (0, 1) for bucket in self.buckets}
+        self.exchanges = 0
 
     def _select(self) -> None:
         """`owners.select`: segment by segment."""

@@ -13,27 +13,15 @@ be on its way meanwhile that write is worth nothing, and `write_masters` repeats
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from tests.ring_model.actors import items
 from tests.ring_model.exchanges import Exchanges
-from tests.ring_model.explore import COPIES, LOST, Op, Program, Stamp
+from tests.ring_model.explore import Program
+from tests.ring_model.landing import Sent
+from tests.ring_model.sending import PREDICTED
 from tests.ring_model.setup import ORDERS, Setup
-from zenflow.window import StepPlan, WindowClock
-
-PREDICTED = 1  # in the stamp of what shows a prediction from a window's masters
-
-
-class Sent(NamedTuple):
-    """`uploading.Sent`; stamp: of what its shadow holds, a prediction being another thing than the window's masters."""
-
-    bucket: int
-    window: int
-    seq: int
-    due: int
-    turn: int
-    stamp: Stamp
+from zenflow.window import StepPlan
 
 
 def build(setup: Setup) -> Program:
@@ -43,24 +31,6 @@ def build(setup: Setup) -> Program:
 
 class _Run(Exchanges):
     """Goes through a run as the trainer's thread does, and notes what each actor has to do."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.clock = WindowClock(
-            update_interval=setup.interval, select_interval=1 << 30, full_warm_up_rounds=0, visible_after=setup.delay
-        )
-        self.clock.cohorts = tuple(setup.cohorts)
-        self.logged = 0
-        self.pending: list[Sent] = []
-        self.queued: set[Sent] = set()
-        self.poisoned: set[int] = set()  # buckets that are being tried
-        self.passed: set[int] = set()
-        self.uploaded: dict[int, tuple[int, int]] = {}
-        self.copied: tuple[int, int] = (COPIES, 0)
-        self.last_seq = {(segment, turn): 0 for segment in range(setup.segments) for turn in (0, 1)}
-        self.leaving = False  # gradients are on their way
-        self.visible: list[Stamp] = [0] * setup.segments  # what the deferred weights show: a window's result
-        self.owned = 0  # the step whose selected masters the weights show
 
     def build(self) -> Program:
         setup = self.setup
@@ -77,10 +47,6 @@ class _Run(Exchanges):
         self._flush()
         streams = [self.compute.ops, self.copies.ops, self.uploads.ops]
         return Program([self.host, *streams, self.worker], self.cells, self.first, frozenset(self.counters), self.done)
-
-    def _due(self) -> list[Sent]:
-        """`Uploads.due`."""
-        return [sent for sent in self.pending if sent.due <= self.step]
 
     def _backward(self) -> None:
         """Phase 1, and phase 5 under it."""
@@ -100,41 +66,6 @@ class _Run(Exchanges):
             for sent in self._due() if self.setup.upload == "backward" else ():
                 if sent.bucket == bucket:
                     self._take_over(sent)
-
-    def _drop_gradients(self) -> None:
-        """`visible.drop_gradients`: weights that went into transit arrive first."""
-        if self.setup.upload == "backward":
-            self._show(self._due())
-
-    def _take_over(self, sent: Sent) -> None:
-        bucket = sent.bucket
-        if self.setup.checked and bucket not in self.passed:
-            self.poisoned.add(bucket)
-            where = "zenflow.upload_check:UploadCheck.poison"
-            places = [self._cell(name, bucket) for name in ("weights", "selected weights")]
-            self.compute.push(("poison", self.step, bucket), where, writes=dict.fromkeys(places, LOST))
-            return
-        if not self.setup.stream_words:
-            return  # only where the worker happens to have finished: the upload in step() covers less time
-        if self._has("a: the last gradient before the upload"):
-            self.uploads.wait_event(self.compute.event())
-        self._upload(sent)
-
-    def _upload(self, sent: Sent) -> None:
-        bucket, window, seq, _, turn, stamp = sent
-        if self._has("a: done before the upload"):
-            if self.setup.stream_words:
-                self.uploads.wait_word(self.done, seq)
-            else:
-                self._wait_done(seq)
-        self.uploads.push(
-            ("upload", bucket, window),
-            "zenflow.uploading:Uploader.copy",
-            reads={self._shadow(turn, bucket): stamp},
-            writes={self._cell("weights", bucket): stamp, self._cell("selected weights", bucket): LOST},
-        )
-        self.uploaded[bucket] = self.uploads.event()
-        self.queued.add(sent)
 
     def _step(self) -> None:
         """Phase 2, `step.run_step`."""
@@ -170,24 +101,6 @@ class _Run(Exchanges):
             folded[cell] = (self.step - length, length + 1)
         return before, folded
 
-    def _length(self, bucket: int) -> int:
-        return self.clock.length(self.setup.cohorts[self._segment(bucket)])
-
-    def _send_gradients(self, place: int) -> None:
-        if self._has("c: the fold before the copy"):
-            self.copies.wait_stream(self.compute)
-        self.leaving = True
-        for bucket in reversed(self._backward_order()):
-            self.copies.push(
-                ("gradient", self.step, bucket),
-                "zenflow.sending:Sender.send_gradients",
-                {self._gradient(bucket): self.step},
-                {self._lane(self._turn(bucket), place, bucket): self.step},
-            )
-
-    def _turn(self, bucket: int) -> int:
-        return self.uses[self._segment(bucket)] % 2
-
     def _end_window(self, plan: StepPlan) -> None:
         """`window_end.end_windows`."""
         selects = plan.selects
@@ -212,124 +125,6 @@ class _Run(Exchanges):
             self._select()
             self.clock.selection_ran()
         self.clock.finish_step(ends)
-
-    def _queue_rest(self, wanted: Sequence[Sent]) -> None:
-        left = [sent for sent in wanted if sent not in self.queued]
-        if left and self._has("a: backward before the uploads in step()"):
-            self.uploads.wait_stream(self.compute)
-        for sent in left:
-            self._upload(sent)
-
-    def _land(self, queued: Sequence[Sent]) -> None:
-        if not queued:
-            return
-        if self._has("b: uploads before the selected masters"):
-            self.compute.wait_stream(self.uploads)
-        for sent in queued:
-            self.visible[self._segment(sent.bucket)] = sent.stamp
-        self.pending = [sent for sent in self.pending if sent not in queued]
-        self.queued, self.poisoned = set(), set()
-
-    def _write_masters(self) -> None:
-        where = "zenflow.visible:write_selected"
-        self.compute.push(("masters", self.step), where, writes=self._each("selected weights", self.owned))
-
-    def _show(self, wanted: Sequence[Sent]) -> None:
-        if wanted:
-            self._queue_rest(wanted)
-            self._land(wanted)
-            self._write_masters()
-
-    def _send_windows(self, lengths: Mapping[int, int], end: int, prompt: bool) -> list[Sent]:
-        """Phase 3, and the worker's part of it."""
-        ending = [segment for segment, cohort in enumerate(self.setup.cohorts) if cohort in lengths]
-        if not ending:
-            return []
-        self._free_records(ending)
-        if self._has("c: the fold before the copy"):
-            self.copies.wait_stream(self.compute)
-        sent: list[Sent] = []
-        for segment in ending:
-            sent += self._send_segment(segment, lengths[self.setup.cohorts[segment]], end, prompt)
-        self.copied = self.copies.event()
-        return sent
-
-    def _free_records(self, ending: Sequence[int]) -> None:
-        last = [self.last_seq[segment, self.uses[segment] % 2] for segment in ending]
-        if self._has("e: a turn's last window is done before its records are written"):
-            every = self._has("e: that of every segment whose windows end")
-            self._wait_done(max(last) if every else min(last))
-
-    def _send_segment(self, segment: int, steps: int, end: int, prompt: bool) -> list[Sent]:
-        turn, window, sent = self.uses[segment] % 2, self.logged, []
-        stamp = (window, PREDICTED) if self.setup.predicts and not prompt else window
-        self.latest[segment] = window
-        for bucket in self._members(segment):
-            self.sent += 1
-            sent.append(Sent(bucket, window, self.sent, self.step + self.setup.delay, turn, stamp))
-            if len(sent) == 1:
-                self._write_records(segment, turn)
-            if bucket in self.uploaded and self._has("c: the upload before ready"):
-                self.copies.wait_event(self.uploaded[bucket])
-            if self._has("f: the payload before ready"):
-                self._send_sum(bucket, steps)
-                self._raise_ready(sent[-1])
-            else:
-                self._raise_ready(sent[-1])
-                self._send_sum(bucket, steps)
-            self._process(sent[-1], steps, end)
-        self.uses[segment] += 1
-        self.last_seq[segment, turn] = self.sent
-        return sent
-
-    def _write_records(self, segment: int, turn: int) -> None:
-        window = self.logged
-        record, log = (self._cell(name, turn, segment) for name in ("host record", "log record"))
-        self._host(("records", window, segment), "zenflow.ring:SegmentMemory._write_window", writes=((record, window),))
-        read = {self._cell("device log"): self.step}
-        self.copies.push(("log", window, segment), "zenflow.sending:Sender._send_segment", read, {log: window})
-
-    def _send_sum(self, bucket: int, steps: int) -> None:
-        if not self.setup.on_host:
-            self.copies.push(
-                ("copy", self.logged, bucket),
-                "zenflow.sending:Sender._send_sum",
-                {self._cell("accumulator", bucket): (self.step - steps + 1, steps)},
-                {self._lane(self._turn(bucket), 0, bucket): self.logged},
-            )
-
-    def _raise_ready(self, sent: Sent) -> None:
-        ready = self._cell("ready", self._turn(sent.bucket), sent.bucket, counter=True)
-        self.copies.push(("ready", sent.seq), "zenflow.sending:Sender._raise_ready", writes={ready: sent.seq})
-
-    def _process(self, sent: Sent, steps: int, end: int) -> None:
-        """Phase 4: what the worker does with a slot. It takes only one whose `ready` is the number that is due."""
-        bucket, window, seq, _, turn, stamp = sent
-        segment = self._segment(bucket)
-        ready = self._cell("ready", turn, bucket, counter=True)
-        records = {self._cell(name, turn, segment): window for name in ("host record", "log record")}
-        reads = {ready: seq} | records
-        if self.setup.on_host:
-            reads |= self._lanes(bucket, steps, end)
-        else:
-            reads[self._lane(turn, 0, bucket)] = window
-        self.shown[turn, bucket] = stamp
-        written = {self._shadow(turn, bucket): stamp, self._cell("master", bucket): window}
-        where, until = "zenflow.planning:SegmentWork.process", ((ready, seq),)
-        work = Op(("process", seq), where, until=until, reads=items(reads), writes=items(written))
-        finish = Op(("finish", seq), "zenflow.header:Header.finish", writes=((self.done, seq),))
-        if self._has("f: the shadow before done"):
-            self.worker += [work, finish]
-        else:
-            self.worker += [Op(("arrived", seq), "zenflow.worker:Worker._arrived", until=until), finish, work]
-
-    def _lanes(self, bucket: int, steps: int, end: int) -> dict[int, int]:
-        """The gradients of the latest `steps` steps, the last of them in the place before `end`."""
-        turn, places = self._turn(bucket), [place % self.setup.interval for place in range(end - steps, end)]
-        first = self.step - steps + 1
-        return {self._lane(turn, place, bucket): step for step, place in enumerate(places, start=first)}
-
-    # What reads results
 
     def _save(self) -> None:
         """`checkpoint.save`, after a step: the worker's state and shadow, the running window's gradients, weights."""
