@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tests.engine.simulation import DEFAULTS, Group, Reference, Simulation
+from tests.engine.simulated_state import Group
+from tests.engine.simulation import DEFAULTS, Reference, Simulation
 
 if TYPE_CHECKING:
     from zenflow import ZenFlow
@@ -163,3 +164,9 @@ class ReferencePair(Pair):
 def environment(**extra: str) -> dict[str, str]:
     """For a script in a process of its own that imports what this one can."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), **extra}
+
+
+def cohorts_of(engine: ZenFlow) -> list[int | None]:
+    """By parameter, in the order of the groups."""
+    found = {id(record.param): record.storage and record.storage.cohort for record in engine._pipeline.records}
+    return [found.get(id(param)) for group in engine.param_groups for param in group["params"]]

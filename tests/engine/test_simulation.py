@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.engine.driving import assert_same_bits, make_gradients, make_parameters, snapshot
-from tests.engine.simulation import Group, Reference, Simulation
+from tests.engine.simulated_state import Group
+from tests.engine.simulation import Reference, Simulation
 
 SHAPES = [(6, 5), (3, 4, 2), (7,), ()]
 GROUP = Group(lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)

@@ -17,6 +17,9 @@ from zenflow.worker_settings import WorkerSettings
 GROUPS = 2
 MAX_STEPS = 4
 LARGEST = np.finfo(np.float32).max
+# lr, beta1, beta2, eps and weight decay of a window's steps.
+STEPS = np.array([[1e-2, 0.9, 0.99, 1e-8, 0.1], [3e-3, 0.9, 0.99, 1e-8, 0.1], [7e-3, 0.9, 0.99, 1e-8, 0.1]])
+MIXED_STEPS = STEPS + [[0, 0, 0, 0, 0], [0, -0.4, 0, 0, 0.1], [0, 0, 0.009, 1e-6, 0]]
 
 
 def make_segment(
