@@ -1,4 +1,4 @@
-"""Deadlines: whether a process ends in time, and calls that must not hang."""
+"""Deadlines: whether a process ends in time, and calls that must not hang; and what a process holds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -44,3 +45,19 @@ def within(seconds: float, call: Callable[..., Result], *args: Any) -> Result:
     if thread.is_alive():
         pytest.fail(f"still running after {seconds} seconds")
     return outcome.result()
+
+
+def shared_mappings() -> int:
+    """How many anonymous files (memfd) this process maps."""
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def shared_descriptors() -> int:
+    """How many descriptors of anonymous files this process holds."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue
+    return sum("memfd:" in link for link in links)

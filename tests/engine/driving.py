@@ -170,3 +170,9 @@ def cohorts_of(engine: ZenFlow) -> list[int | None]:
     """By parameter, in the order of the groups."""
     found = {id(record.param): record.storage and record.storage.cohort for record in engine._pipeline.records}
     return [found.get(id(param)) for group in engine.param_groups for param in group["params"]]
+
+
+def run_steps(engine: ZenFlow, parameters: list[nn.Parameter], steps: int) -> None:
+    for grads in make_gradients(SHAPES, parameters[0].dtype, steps):
+        feed(parameters, grads)
+        engine.step()
