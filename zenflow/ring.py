@@ -170,7 +170,8 @@ class SegmentMemory:
         first: int = 0,
         predict: bool = False,
     ) -> int:
-        """Write the host part of a slot: hyper `[n_steps, n_groups or more, 5]`, present `[n_steps, n_matrices]`.
+        """Write the host part of a slot: hyper `[n_steps, groups, 5]`, present `[n_steps, n_matrices]`. A group of the
+        segment that hyper lacks came after these steps and was present in none.
 
         urgent: the trainer waits for this window's result. first: where its first step stands in the device's log, and
         among the lanes of a ring that keeps steps; after the last place comes the first. predict: see `Slot`.
@@ -208,7 +209,8 @@ class SegmentMemory:
         fields["seq"][turn], fields["window"][turn] = seq, window
         fields["segment"][turn], fields["n_steps"][turn] = self.segment.index, n_steps
         fields["urgent"][turn], fields["first"][turn], fields["predict"][turn] = urgent, first, predict
-        fields["hyper"][turn, :n_steps] = np.asarray(hyper, dtype=np.float64)[:n_steps, : self.segment.n_groups]
+        known = np.asarray(hyper, dtype=np.float64)[:n_steps, : self.segment.n_groups]
+        fields["hyper"][turn, :n_steps, : known.shape[1]] = known
         fields["present"][turn, :n_steps] = np.asarray(present)[:n_steps]
         fields["crc"][turn] = zlib.crc32(self._host[turn])
         self._last_seq[turn] = seq + len(self._uses) - 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.engine.driving import Builder, Pair, assert_same_bits, feed, make_gradients, make_parameters
 
@@ -76,6 +77,39 @@ def test_a_group_may_come_in_mid_window_and_wait_for_its_gradients(added_at: int
     assert state.selected.sum() == 2
     assert state.step[state.selected].tolist() == [2, 2]  # steps 11 and 12: the gradient stays
     assert state.step[~state.selected].tolist() == [1] * 4
+
+
+def halves(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.2}]
+
+
+@pytest.mark.parametrize("how", ["loaded", "refused"])
+def test_a_flush_ends_a_window_that_is_older_than_a_group_with_a_place(how: str, device: str, build: Builder) -> None:
+    """Its place comes with a load, since it is there at construction, or with its first gradient, in a step that is
+    refused for the sake of another."""
+    parameters, late = (make_parameters(s, torch.bfloat16, device, seed=3) for s in (SHAPES, [(4, 6)]))
+    pair = Pair(build, parameters, params=halves(parameters), **SETTINGS)
+    for grads in make_gradients(SHAPES, torch.bfloat16, 5):
+        pair.step(grads)
+    pair.engine.add_param_group({"params": late, "lr": 0.5})
+    if how == "loaded":
+        state = pair.engine.state_dict()
+        pair.parameters = make_parameters(SHAPES, torch.bfloat16, device, seed=8)
+        pair.engine = build([*halves(pair.parameters), {"params": late}], **SETTINGS)
+        pair.engine.load_state_dict(state)
+    else:
+        late[0].grad, pair.parameters[0].grad = torch.ones_like(late[0]), pair.parameters[0].grad.to_sparse()
+        with pytest.raises(ValueError, match="sparse"):
+            pair.engine.step()
+    before = late[0].detach().cpu().clone()
+    pair.engine.flush()
+    pair.model.flush()
+    pair.check_weights()
+    assert_same_bits(late[0], before)
+    late[0].grad = None
+    for grads in make_gradients(SHAPES, torch.bfloat16, 4, seed=5):
+        pair.step(grads)
+    pair.check_state()
 
 
 def trained(build: Builder, device: str, steps: int = 6) -> Pair:

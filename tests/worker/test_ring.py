@@ -284,6 +284,12 @@ def test_groups_added_later_are_left_out(memory):
     np.testing.assert_array_equal(memory.windows["hyper"][0], HYPER)
 
 
+def test_groups_that_came_after_the_steps_have_nothing_in_them(memory):
+    memory.write_slot(0, 1, 1, MAX_STEPS, HYPER[:, :1], np.ones((MAX_STEPS, 3)))
+    np.testing.assert_array_equal(memory.windows["hyper"][0][:, :1], HYPER[:, :1])
+    assert not memory.windows["hyper"][0][:, 1:].any() and HYPER.shape[1] > 1
+
+
 @pytest.mark.parametrize("n_steps", [0, MAX_STEPS + 1])
 def test_a_window_has_its_length(memory, n_steps):
     with pytest.raises(AssertionError, match=f"{n_steps} steps in a window of {MAX_STEPS}"):
