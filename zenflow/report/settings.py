@@ -16,6 +16,7 @@ from zenflow.training.errors import InputError
 Values = dict[str, Hashable]
 
 ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "zero_offload"
+SIMULATED = "simulated"
 ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
@@ -47,6 +48,8 @@ def engine_of(config: dict[str, Any]) -> str:
     engine = config["engine"]
     if "topk_ratio" not in engine:
         return ADAMW if engine.get("masters", True) else ADAMW_BF16
+    if "delay_compensation" in engine:
+        return SIMULATED
     synchronous = all(engine.get(key.partition(".")[2]) == value for key, value in ZERO_OFFLOAD_KEYS.items())
     return ZERO_OFFLOAD if synchronous else ZENFLOW
 
@@ -164,8 +167,8 @@ def _shown(value: Hashable, others: set[Hashable]) -> str:
 
 
 def order(values: Values, keys: Sequence[str]) -> list[tuple[int, float, str]]:
-    """A sort key: AdamW, then synchronous offload, then ZenFlow; numbers by size."""
-    kinds = (*ADAMWS, ZERO_OFFLOAD, ZENFLOW)
+    """A sort key: AdamW, then synchronous offload, then ZenFlow, then simulations; numbers by size."""
+    kinds = (*ADAMWS, ZERO_OFFLOAD, ZENFLOW, SIMULATED)
     places: list[tuple[int, float, str]] = [(0, kinds.index(values["engine"]), "")]
     for name in keys:
         value = _value(values, name)

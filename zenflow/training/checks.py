@@ -11,10 +11,18 @@ from typing import Any
 import torch
 
 from zenflow.training.checkpoints import FOLDER, all_of, command_for
-from zenflow.training.engines import zenflow_config
+from zenflow.training.engines import simulated_rule, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.models import check_model
-from zenflow.training.schema import AdamWEngine, DataKind, Device, ModelKind, TrainConfig, ZenFlowEngine
+from zenflow.training.schema import (
+    AdamWEngine,
+    DataKind,
+    Device,
+    ModelKind,
+    SimulatedEngine,
+    TrainConfig,
+    ZenFlowEngine,
+)
 from zenflow.training.sources import is_classification, locate
 
 OUTPUTS = ("config.json", "metrics.jsonl", "summary.json", "summary.txt", "loss.png", "train.log", "model", FOLDER)
@@ -70,8 +78,10 @@ def check(config: TrainConfig, folder: Path, *, goes_on: bool = False) -> None:
             raise InputError(
                 f"engine.backward_passes_per_step is {passes}; allowed: null or what accumulate is, {accumulate}."
             )
+    elif isinstance(config.engine, SimulatedEngine):
+        simulated_rule(config.engine, config.optimizer)
     elif not isinstance(config.engine, AdamWEngine):
-        raise InputError("No engine was chosen; allowed: a ZenFlowEngine or an AdamWEngine.")
+        raise InputError("No engine was chosen; allowed: a ZenFlowEngine, an AdamWEngine or a SimulatedEngine.")
     _check_trace(config)
     if is_classification(config.data) != (config.model.kind is ModelKind.encoder):
         raise InputError(_mismatch(config))
@@ -106,8 +116,9 @@ def _check_trace(config: TrainConfig) -> None:
         raise InputError(
             f"trace is {name!r}; allowed: null or a file's name that ends in .json and is none of the run's own."
         )
-    if isinstance(config.engine, AdamWEngine):
-        raise InputError(f"trace is {name!r}; allowed with engine=adamw: null.")
+    if not isinstance(config.engine, ZenFlowEngine):
+        engine = "adamw" if isinstance(config.engine, AdamWEngine) else "simulated"
+        raise InputError(f"trace is {name!r}; allowed with engine={engine}: null.")
     if len(chosen) != 2 or not 1 <= chosen[0] <= chosen[1] <= config.steps:
         raise InputError(
             f"trace_steps is {chosen}; allowed: the first and the last step to record, from 1 to steps={config.steps}."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow.signals import exit_code
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine
+from zenflow.training.schema import AdamWEngine, SimulatedEngine, TrainConfig, ZenFlowEngine
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,6 +39,7 @@ def register() -> None:
     store.store(name="base_train", node=TrainConfig)
     store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
+    store.store(group="schema/engine", name="simulated", node=SimulatedEngine)
 
 
 def _run_folder(resume: str | None, otherwise: str) -> str:

@@ -15,9 +15,11 @@ from torch.nn import Parameter
 
 from zenflow.background_save import copy_to_host
 from zenflow.config import ZenFlowConfig
+from zenflow.simulate.rule import Rule
+from zenflow.simulate.simulation import Simulation
 from zenflow.telemetry import StepRecord
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, EngineConfig, OptimizerConfig, ZenFlowEngine, plain
+from zenflow.training.schema import AdamWEngine, EngineConfig, OptimizerConfig, SimulatedEngine, ZenFlowEngine, plain
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,51 @@ class ZenFlowRun:
         self.optimizer.__exit__(*exception)
 
 
+class SimulatedRun:
+    """`zenflow.simulate` as an `Engine`."""
+
+    def __init__(self, params: Iterable[Parameter], rule: Rule, **settings: Any) -> None:
+        self._simulation = Simulation(params, rule, **settings)
+        for name in ("step", "zero_grad", "flush", "state_dict", "load_state_dict"):
+            setattr(self, name, getattr(self._simulation, name))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._simulation.param_groups
+
+    def master(self, weight: Parameter) -> Tensor:
+        """fp32 on the CPU, in the weight's shape."""
+        master = self._simulation.master(weight)
+        return (weight if master is None else master).detach().to("cpu", torch.float32)
+
+    def report(self) -> Report:
+        """Counts alone: nothing is copied, and nobody waits."""
+        done = self._simulation
+        return Report(done.norm, done.skipped, done.windows, done.selections)
+
+    def records(self, wait: bool = False) -> None:
+        """It keeps none."""
+
+    def trace(self, path: Path) -> AbstractContextManager[object]:
+        raise InputError("This engine has no trace; allowed with engine=simulated: trace=null.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._simulation.zero_grad()
+
+
+def simulated_rule(engine: SimulatedEngine, optimizer: OptimizerConfig) -> Rule:
+    """The rule that `engine` describes. Errors: InputError naming field, value and what is allowed."""
+    values = plain(engine)
+    own = {item.name: values.pop(item.name) for item in fields(Rule) if item.name in values}
+    try:
+        return Rule(ZenFlowConfig(**values, max_grad_norm=optimizer.max_grad_norm), **own)
+    except ValueError as error:
+        raise InputError(f"engine.{error}.") from error
+
+
 def zenflow_config(engine: ZenFlowEngine, optimizer: OptimizerConfig, steps_per_epoch: int) -> ZenFlowConfig:
     """The engine's own configuration, `auto` resolved. Errors: InputError naming field, value and what is allowed."""
     values = plain(engine)
@@ -241,5 +288,7 @@ def build_engine(
     }
     if isinstance(engine, AdamWEngine):
         return AdamW(params, optimizer.max_grad_norm, masters=engine.masters, **settings)
+    if isinstance(engine, SimulatedEngine):
+        return SimulatedRun(params, simulated_rule(engine, optimizer), **settings)
     assert isinstance(engine, ZenFlowEngine)
     return ZenFlowRun(params, zenflow_config(engine, optimizer, steps_per_epoch), **settings)

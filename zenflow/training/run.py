@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from zenflow.disk import replacing
+from zenflow.report.settings import engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checkpoints import Keeper, forget_after
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
-from zenflow.training.engines import build_engine, check_masters, zenflow_config
+from zenflow.training.engines import build_engine, check_masters, simulated_rule, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import History, Recorder, StepTimer
@@ -39,7 +40,15 @@ from zenflow.training.run_state import (
     set_random_states,
 )
 from zenflow.training.saving import save_model
-from zenflow.training.schema import Device, Dtype, TrackingMode, TrainConfig, ZenFlowEngine, plain
+from zenflow.training.schema import (
+    Device,
+    Dtype,
+    SimulatedEngine,
+    TrackingMode,
+    TrainConfig,
+    ZenFlowEngine,
+    plain,
+)
 from zenflow.training.sources import locate
 from zenflow.training.summary import Subject, summarise, table
 
@@ -120,10 +129,13 @@ def prepare(config: TrainConfig) -> Prepared:
     record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
     record["model"]["config"] = {} if config.model.path is not None else config.model.config
     record["data"]["path"] = str(locate(config.data))
-    if isinstance(config.engine, ZenFlowEngine):
-        engine = zenflow_config(config.engine, config.optimizer, steps_per_epoch)
+    if isinstance(config.engine, ZenFlowEngine | SimulatedEngine):
+        if isinstance(config.engine, SimulatedEngine):
+            engine = simulated_rule(config.engine, config.optimizer).config
+        else:
+            engine = zenflow_config(config.engine, config.optimizer, steps_per_epoch)
         values = vars(engine) | {"visible_after": engine.visible_after_steps}
-        record["engine"] = {name: values[name] for name in record["engine"]}
+        record["engine"] |= {name: values[name] for name in record["engine"] if name in values}
     _resolve(record)
     return Prepared(model, tokenizer, data, torch.device(record["device"]), steps_per_epoch, record)
 
@@ -295,7 +307,7 @@ def _subject(prepared: Prepared) -> Subject:
         model=f"{source}, {record['model']['dtype']}",
         data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
-        engine=adamw if k is None else f"zenflow, k {k:g}, U {window}",
+        engine=adamw if k is None else f"{engine_of(record)}, k {k:g}, U {window}",
         device=torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.get_num_threads()} threads",
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),

@@ -31,11 +31,13 @@ Upload = Enum("Upload", ["backward", "step"])
 OnReselect = Enum("OnReselect", ["migrate", "reset"])
 SelectedMasters = Enum("SelectedMasters", ["float32", "stochastic"])
 RingDtype = Enum("RingDtype", ["auto", "float32", "bfloat16"])
+BetasPerWindow = Enum("BetasPerWindow", ["none", "first", "both"])
+SecondMoment = Enum("SecondMoment", ["mean", "steps"])
 
 
 @dataclass
 class EngineConfig:
-    """Who updates the weights: one of the two classes below."""
+    """Who updates the weights: one of the three classes below."""
 
 
 @dataclass
@@ -78,6 +80,32 @@ class ZenFlowEngine(EngineConfig):
     worker_threads: int | str = "auto"
     core_binding: bool | str = "auto"
     pt_reserved_cores_perc: float = 0.25
+
+
+@dataclass
+class SimulatedEngine(EngineConfig):
+    """A deferred rule in plain torch on the trainer's device: fields of `ZenFlowEngine` that bear on the mathematics,
+    with its defaults, and those of `zenflow.simulate.rule.Rule`."""
+
+    topk_ratio: int | float | str = 0.1
+    update_interval: int | str = 4
+    select_interval: int | str = 100  # steps
+    full_warm_up_rounds: int = 0
+    overlap_step: bool = True
+    stagger: bool = False
+    visible_after: int | str = "auto"
+    weight_prediction: float = 0.0
+    channel_dim: ChannelDim = ChannelDim.column
+    importance: Importance = Importance.square
+    deferred_rule: DeferredRule = DeferredRule.accumulate
+    deferred_lr_scale: int | float | str = "linear"
+    min_deferred_numel: int = 4096
+    accumulate_on: AccumulateOn = AccumulateOn.gpu
+    ring_dtype: RingDtype = RingDtype.auto
+    betas_per_window: BetasPerWindow = BetasPerWindow.none
+    second_moment: SecondMoment = SecondMoment.mean
+    delay_compensation: float = 0.0
+    growing_rounds: int = 0
 
 
 @dataclass
@@ -185,7 +213,8 @@ def plain(value: Any) -> Any:
 
 def from_plain(values: dict[str, Any]) -> TrainConfig:
     """What `plain` was given, if that was a run's configuration. InputError names what this version does not know."""
-    engine = AdamWEngine if "masters" in values["engine"] else ZenFlowEngine
+    known = {"masters": AdamWEngine, "delay_compensation": SimulatedEngine}
+    engine = next((kind for name, kind in known.items() if name in values["engine"]), ZenFlowEngine)
     return _filled(TrainConfig, values, {"engine": engine})
 
 
