@@ -19,6 +19,9 @@ ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "ze
 SIMULATED = "simulated"
 ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
+SIMULATED_KEYS = tuple(
+    f"engine.{name}" for name in ("betas_per_window", "second_moment", "delay_compensation", "growing_rounds")
+)  # which no other engine has
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
@@ -115,7 +118,11 @@ def differing(settings: Sequence[Values]) -> list[str]:
 def _has(values: Values, name: str) -> bool:
     if not name.startswith("engine."):
         return True
-    return values["engine"] not in ADAMWS and not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
+    if values["engine"] == SIMULATED:
+        return name in values
+    if name in SIMULATED_KEYS or values["engine"] in ADAMWS:
+        return False
+    return not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
 
 
 def _value(values: Values, name: str) -> Hashable:

@@ -91,11 +91,13 @@ def speed_columns() -> list[Column]:
 
 
 def setting_row(setting: Setting, study: Study) -> Row:
-    """A setting's spreads and differences under the figures' names; the offload figures of AdamW are none."""
+    """A setting's spreads and differences under the figures' names; no offload, no figures of it."""
     row: Row = {"name": _cell(setting.name), "runs": len(setting.runs), "left_out": setting.left_out or None}
     row |= setting.spreads
+    if setting.values["engine"] in (*settings.ADAMWS, settings.SIMULATED):
+        row |= dict.fromkeys(("stall_share", "m_to_host", "m_to_device", "worker_busy_share"))
     if setting.values["engine"] in settings.ADAMWS:
-        row |= dict.fromkeys(("stall_share", "m_to_host", "m_to_device", "worker_busy_share", "skipped_steps"))
+        row["skipped_steps"] = None
     if setting is not study.baseline:
         pairs = setting.pairs
         for name, value in (("steps", setting.vs_steps), ("seconds", setting.vs_seconds)):

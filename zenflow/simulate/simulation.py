@@ -110,9 +110,9 @@ class Simulation:
         return finite, float(torch.tensor(min(1.0, limit / (self.norm + 1e-6)), dtype=torch.float32))
 
     def _update(self, grads: Sequence[Tensor | None], clip: float, hyper: Hyper) -> None:
-        for matrix, grad in zip(self._matrices, grads, strict=True):
-            if grad is None:
-                continue
+        present = [(matrix, grad) for matrix, grad in zip(self._matrices, grads, strict=True) if grad is not None]
+        self.selections += any(not matrix.owned for matrix, _ in present)
+        for matrix, grad in present:
             if not matrix.owned:
                 matrix.select(grad)
             matrix.step(grad.float() * clip, hyper)

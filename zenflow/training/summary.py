@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from zenflow.report.settings import SIMULATED
 from zenflow.training.metrics import History
 from zenflow.training.scores import SCORES
 
@@ -97,7 +98,8 @@ def table(summary: dict[str, Any]) -> str:
         ("step", f"median {_seconds(s['step_seconds_median'])}, p95 {_seconds(s['step_seconds_p95'])}"),
     ]
     if s["topk_ratio"] is not None:
-        rows += _offload_rows(s)
+        counts = f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"
+        rows += [*([] if s["engine"].startswith(SIMULATED) else _offload_rows(s)), ("windows", counts)]
     width = max(len(name) for name, _ in rows)
     rule = "-" * max(width + 2 + len(value) for _, value in rows)
     return "\n".join([rule, *(f"{name:<{width}}  {value}" for name, value in rows), rule])
@@ -116,7 +118,6 @@ def _offload_rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("host wait", f"{_seconds(s['host_wait_seconds_per_step'])} a step (the trainer's thread, for the worker)"),
         ("to the host", f"{down / 1e6:.1f} MB a step ({s['m_to_host_per_step']:.2f} M; {size})"),
         ("to the device", f"{up / 1e6:.1f} MB a step ({s['m_to_device_per_step']:.2f} M)"),
-        ("windows", f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"),
         ("CPU optimizer", f"busy {s['worker_busy_share']:.1%} of the time{ring}"),
     ]
 
