@@ -19,7 +19,6 @@ from zenflow_kernels.numerics import round_to_fp32
 from zenflow_kernels.topk import select_channels
 
 from zenflow.bias import bias_table
-from zenflow.config import ZenFlowConfig
 from zenflow.simulate.rule import Rule
 from zenflow.storage import count_channels, count_selected, is_deferred, matrix_shape
 
@@ -98,8 +97,7 @@ class Matrix:
 
     def select(self, grad: Tensor) -> None:
         """New owners by the raw gradient `[rows, cols]`; state stays where it is, so nothing has to move."""
-        config: ZenFlowConfig = self.rule.config
-        kind = "column" if self.axis else "row"
+        config, kind = self.rule.config, "column" if self.axis else "row"
         wanted = count_selected(config.topk_ratio, self.exponents.shape[1])
         self.selected = select_channels(channel_scores(grad.contiguous(), kind, config.importance), wanted)
         self.owned = True

@@ -21,8 +21,9 @@ class Simulation:
     """AdamW whose deferred channels follow `rule`, on the device of the parameters; it waits for the device.
 
     For a rule that the engine has, on weights in fp32 or bf16 on a CPU, every weight, moment and owner is the engine's,
-    bit for bit. It differs in what a rule does not say: all parameters have their place from the start, also those
-    without a gradient, and memory is not saved: fp32 masters and moments of all channels lie on the device, and with
+    bit for bit, unless the norms that both sum in float64, in different orders, give clipping factors that differ by a
+    rounding. It differs in what a rule does not say: all parameters have their place from the start, also those without
+    a gradient, and memory is not saved: fp32 masters and moments of all channels lie on the device, and with
     `rule.keeps_steps` the gradients of a window.
 
     steps, skipped, windows, selections: counts so far, as in `zenflow.Stats`. norm: the last gradient's, before
@@ -77,7 +78,7 @@ class Simulation:
         """One step on the gradients in `.grad`: one that is None takes no part, one not finite skips all."""
         self.steps += 1
         config, hyper = self._config, Hyper.of(self.param_groups[0])
-        grads = [None if m.param.grad is None else m.param.grad.view(m.visible.shape) for m in self._matrices]
+        grads = [None if m.param.grad is None else m.param.grad.reshape(m.visible.shape) for m in self._matrices]
         finite, clip = self._clip(grads)
         self.skipped += not finite
         if finite:
