@@ -162,6 +162,7 @@ def test_a_state_of_other_parameters_changes_nothing():
         ({"growing_rounds": -1}, {}, "growing_rounds is -1; allowed: an integer >= 0"),
         ({}, {"on_reselect": "reset"}, "on_reselect is 'reset'; allowed: 'migrate'"),
         ({}, {"selected_masters": "stochastic"}, "selected_masters is 'stochastic'; allowed: 'float32'"),
+        ({}, {"importance_over": "window"}, "importance_over is 'window'; allowed: 'step'"),
         (
             {"second_moment": "steps"},
             {"deferred_rule": "replay", "accumulate_on": "host"},

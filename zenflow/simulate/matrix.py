@@ -19,8 +19,8 @@ from zenflow_kernels.numerics import round_to_fp32
 from zenflow_kernels.topk import select_channels
 
 from zenflow.bias import bias_table
+from zenflow.matrices import count_channels, count_selected, is_deferred, matrix_shape
 from zenflow.simulate.rule import Rule
-from zenflow.storage import count_channels, count_selected, is_deferred, matrix_shape
 
 LARGEST = torch.finfo(torch.float32).max  # what the mean of a sum that overflows counts as
 RING_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -16,7 +16,8 @@ class Rule:
     """A deferred rule.
 
     config: of its fields those that bear on the mathematics are heeded, with the engine's meaning; the rest (threads,
-        buckets, uploads) has no effect. `on_reselect: reset` and `selected_masters: stochastic` are refused.
+        buckets, uploads) has no effect. Refused are `on_reselect: reset`, `selected_masters: stochastic`, and
+        `importance_over: window` and `average`.
     betas_per_window: moments that a window's one update decays by beta^n instead of beta, n being its steps: none, the
         first, or both. Bias corrections follow: they count n steps for that update.
     second_moment: the one update's second moment takes the square of the window's mean gradient (mean), or the mean of
@@ -46,6 +47,7 @@ class Rule:
             raise ValueError(f"growing_rounds is {self.growing_rounds!r}; allowed: an integer >= 0")
         _require("on_reselect", self.config.on_reselect, ("migrate",))
         _require("selected_masters", self.config.selected_masters, ("float32",))
+        _require("importance_over", self.config.importance_over, ("step",))
         if self.config.deferred_rule == "replay":
             for name, only in (("betas_per_window", "none"), ("second_moment", "mean")):
                 _require(name, getattr(self, name), (only,), " under deferred_rule='replay', which updates every step")
