@@ -125,13 +125,12 @@ class WindowClock:
         return self.state.step - self.length(cohort) + (self.visible_after or self.update_interval)
 
     def may_select_within(self, steps: int) -> bool:
-        """Whether a selection is due in the step that has begun, or falls due in one of the `steps - 1` after it."""
+        """Whether a selection is due in the step that has begun, or falls due in one of the `steps - 1` after it.
+
+        Not the one at the end of warm-up, before that step: its window has no other.
+        """
         step, last = self.state.step, self.state.step + steps - 1
-        return (
-            self.state.selection_due
-            or last // self.select_interval > step // self.select_interval
-            or step < self.full_warm_up_rounds <= last
-        )
+        return self.state.selection_due or last // self.select_interval > step // self.select_interval
 
     def selection_ran(self) -> None:
         """A selection has been carried out: none is due until the next multiple of `select_interval`."""

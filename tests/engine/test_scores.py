@@ -212,6 +212,21 @@ def test_a_state_moves_between_settings(name: str, device: str, build: Builder) 
     assert moved.stats().selections == (2 if "select_interval" in after else 3)
 
 
+def test_a_window_that_was_not_scored_leaves_nothing_of_the_one_before(device: str, build: Builder) -> None:
+    """Scored up to step 8, whose selection has run, not in 9 and 10; then other intervals ask for a selection in 12."""
+    parameters = make_parameters([(1, 4), (1, 4)], torch.float32, device)
+    settings = {"topk_ratio": 0.25, "update_interval": 4, "importance_over": "window"}
+    engine, moved = (
+        build([parameter], **settings, select_interval=interval)
+        for parameter, interval in zip(parameters, (8, 3), strict=True)
+    )
+    run_rows(engine, parameters[0], [[100, 0, 0, 0]] * 8 + [[0, 0, 50, 0]] * 2)
+    moved.load_state_dict(engine.state_dict())
+    run_rows(moved, parameters[1], [[0, 3, 2, 0]] * 2)
+    assert scores_of(moved)[0].tolist() == [0, 18, 8, 0]
+    assert owners(moved, parameters[1:]) == [[False, True, False, False]]
+
+
 def test_an_older_state_loads_and_scores_begin_anew(device: str, build: Builder) -> None:
     settings = {**SETTINGS, "importance_over": "average"}
     parameters, others = (make_parameters(SHAPES, torch.bfloat16, device, seed=seed) for seed in (0, 5))
