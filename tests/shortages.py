@@ -1,4 +1,4 @@
-"""Disks that fill up and descriptors that run out, by the limits that the kernel holds this process to."""
+"""Disks that fill up, descriptors and addresses that run out, by the limits that the kernel holds this process to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
 
 @contextmanager
@@ -30,6 +31,18 @@ def files_up_to(size: int) -> Iterator[None]:
 def descriptors_left(count: int) -> Iterator[None]:
     """This process can open `count` more descriptors."""
     with _limited(resource.RLIMIT_NOFILE, limit_for("self", count)):
+        yield
+
+
+def mapped() -> int:
+    """Bytes of all mappings of this process."""
+    return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+
+
+@contextmanager
+def addresses_left(nbytes: int) -> Iterator[None]:
+    """This process can map `nbytes` more (`ulimit -v`); no thread can be started meanwhile."""
+    with _limited(resource.RLIMIT_AS, mapped() + nbytes):
         yield
 
 

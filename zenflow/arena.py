@@ -93,11 +93,14 @@ def huge_page_bytes() -> int:
 
 
 def _map(fd: int, nbytes: int) -> int:
-    """Address of a new shared mapping; at a huge page's boundary if it can hold one."""
+    """Address of a new shared mapping; at a huge page's boundary if it can hold one and there are addresses enough."""
     huge = huge_page_bytes()
-    if not 0 < huge <= nbytes:
+    try:
+        reserved = _mmap(None, nbytes + huge, _PROT_NONE, _MAP_RESERVED, -1) if 0 < huge <= nbytes else None
+    except MemoryError:
+        reserved = None  # the process's limit (ulimit -v) may still leave room for the memory itself
+    if reserved is None:
         return _mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd)
-    reserved = _mmap(None, nbytes, _PROT_NONE, _MAP_RESERVED, -1, room=huge)
     place, end = -(-reserved // huge) * huge, reserved + nbytes + huge
     _unmap(reserved, place)
     try:
@@ -109,9 +112,8 @@ def _map(fd: int, nbytes: int) -> int:
     return place
 
 
-def _mmap(place: int | None, nbytes: int, protection: int, flags: int, fd: int, *, room: int = 0) -> int:
-    """room: bytes of addresses beyond `nbytes`, which need no memory."""
-    address = _libc.mmap(place, nbytes + room, protection, flags, fd, 0)
+def _mmap(place: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    address = _libc.mmap(place, nbytes, protection, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         raise _refused(ctypes.get_errno(), nbytes)
     return address

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.shortages import addresses_left, mapped
 from zenflow import arena as arena_module
 from zenflow.arena import PAGE, Arena, huge_page_bytes
 
@@ -28,11 +29,6 @@ def mapping(address: int) -> dict[str, int]:
         elif inside and rest.endswith("kB"):
             found[name] = 1024 * int(rest.split()[0])
     return found
-
-
-def total_size() -> int:
-    """Bytes of all mappings of this process."""
-    return PAGE * int(Path("/proc/self/statm").read_text().split()[0])
 
 
 @pytest.fixture
@@ -81,13 +77,24 @@ def test_without_huge_pages_all_of_it_is_there(why, monkeypatch):
     made.close()
 
 
+def test_addresses_for_the_memory_alone_are_enough():
+    """Also if a limit leaves none to choose a huge page's boundary among."""
+    with addresses_left(SIZE + HUGE // 2):
+        made = Arena.create("zenflow-test", SIZE)
+    made.populate(2)
+    assert mapping(made.address)["Rss"] == -(-SIZE // PAGE) * PAGE
+    made.array(np.uint8, 0, SIZE)[[0, SIZE - 1]] = 7
+    assert int(made.array(np.uint8, 0, SIZE).sum(dtype=np.int64)) == 14
+    made.close()
+
+
 def test_no_address_space_is_left_behind():
     """What the reservation has beyond the memory goes at once, the memory when it is closed."""
-    before = total_size()
+    before = mapped()
     made = Arena.create("zenflow-test", SIZE)
-    assert total_size() - before == -(-SIZE // PAGE) * PAGE
+    assert mapped() - before == -(-SIZE // PAGE) * PAGE
     made.close()
-    assert total_size() == before
+    assert mapped() == before
 
 
 def test_a_kernel_without_huge_pages_is_asked_once(monkeypatch, tmp_path):
