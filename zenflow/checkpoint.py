@@ -50,7 +50,7 @@ def save(pipeline: Pipeline, indices: dict[int, int]) -> tuple[State, dict[str, 
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()
     advances, counts = pipeline.control.advance.tolist(), pipeline.control.count.tolist()
-    pending = pipeline.pending_storages()
+    pending = pipeline.uploads.pending_storages()
     state = {}
     for index, record in _by_index(pipeline, indices):
         running = record.storage is not None and pipeline.running_steps(record.storage.cohort)
@@ -168,10 +168,10 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
             _load_record(pipeline, record, entry, engine["window_log"])
         elif record.storage is not None:
             _fill_shadows(record, record.weight)  # what its bucket uploads with the others' pending results
-    pending = {record.storage for record in pipeline.records if record.index in pipeline.loaded_hyper}
+    pending = {record.storage for record in pipeline.records if record.index in pipeline.uploads.loaded_hyper}
     for record in pipeline.records:  # those without a pending result of their own wait for no update
         if record.storage in pending:
-            pipeline.loaded_hyper.setdefault(record.index, np.empty((0, 5)))
+            pipeline.uploads.loaded_hyper.setdefault(record.index, np.empty((0, 5)))
     pipeline.uploads.pending = []
     for storage in pipeline.storages:
         storage.shows_prediction = storage.segment.predicted
@@ -230,7 +230,7 @@ def _load_record(pipeline: Pipeline, record: ParamRecord, entry: dict[str, Any],
                 host.index_fill_(0 if record.kind == "row" else 1, selected, 0)
     _fill_shadows(record, visible)
     if "pending_hyper" in entry:
-        pipeline.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
+        pipeline.uploads.loaded_hyper[record.index] = np.array(entry["pending_hyper"], dtype=np.float64).reshape(-1, 5)
         coming_shadow(record).copy_(entry.get("pending_weight", entry["master"]).reshape(shape))
     record.host_step.copy_(step)
     record.install_owners(selected.clone(), selected.to(device), step[selected], owned=entry["owned"])

@@ -9,7 +9,7 @@ import torch
 from zenflow.client import WorkerError
 from zenflow.pipeline import Pipeline
 from zenflow.tracing import stop_trace
-from zenflow.visible import land, make_visible, write_selected
+from zenflow.visible import make_visible, write_selected
 
 
 def close_pipeline(pipeline: Pipeline) -> None:
@@ -29,7 +29,7 @@ def _end_transit(pipeline: Pipeline) -> None:
         make_visible(pipeline)
     except WorkerError:
         pipeline.uploads.rescue()
-        land(pipeline, pipeline.uploads.pending)
+        pipeline.uploads.land(pipeline.uploads.pending)
         write_selected(pipeline)
 
 

@@ -42,7 +42,7 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
                     f"{record.name} was changed between backward() and step(), while the next weights were being "
                     "uploaded into it; change weights after step(), or build the optimizer with upload='step'"
                 )
-            pending = pipeline.pending_storages()
+            pending = pipeline.uploads.pending_storages()
             pipeline.wait_for_worker()
             changed = _move_back(record) if record.param.data_ptr() != record.address else None
             _follow_weights(pipeline, record, changed, pending=record.storage in pending)
@@ -126,8 +126,8 @@ def _changed_while_pending(pipeline: Pipeline, record: ParamRecord, weight: Tens
 
 def pending_hyper(pipeline: Pipeline, record: ParamRecord) -> np.ndarray:
     """float64 `[n, 5]`: lr, beta1, beta2, eps, weight decay at the n steps that the pending update stands for."""
-    if record.index in pipeline.loaded_hyper:
-        return pipeline.loaded_hyper[record.index]
+    if record.index in pipeline.uploads.loaded_hyper:
+        return pipeline.uploads.loaded_hyper[record.index]
     storage = record.storage
     item = next(
         item

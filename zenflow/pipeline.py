@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 from torch import Tensor
 from zenflow_kernels.control import StepControl
@@ -62,7 +61,6 @@ class Pipeline:
         self.sender = Sender(device, self.telemetry)
         self.uploader = Uploader(device, self.telemetry)
         self.uploads = Uploads(config, device, self.records, self.uploader)
-        self.loaded_hyper: dict[int, np.ndarray] = {}  # of results that came with a loaded state, see `pending_hyper`
         # One row a step of the longest running window; in the first, one tuple a group.
         self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []
@@ -114,10 +112,6 @@ class Pipeline:
     def running_steps(self, cohort: int) -> int:
         """Steps so far in a cohort's running window, as many as the logs have."""
         return min(self.clock.length(cohort), len(self.hyper_log))
-
-    def pending_storages(self) -> set[SegmentStorage]:
-        """Segments for which a result has been sent for and is not visible yet."""
-        return {item.storage for item in self.uploads.pending}
 
     def finished(self, storage: SegmentStorage, turn: int, predicted: bool = False) -> list[Sent]:
         """A segment's shadow as a result for which the worker has nothing to do, due when its last window's is."""

@@ -53,7 +53,7 @@ def replace_predictions(pipeline: Pipeline) -> None:
 
     The worker is idle. Waits for the uploads that have brought what is visible.
     """
-    pending = pipeline.pending_storages()
+    pending = pipeline.uploads.pending_storages()
     for storage in pipeline.storages:
         if storage.shows_prediction and storage not in pending:
             turn = _visible_turn(storage, pending=False)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from zenflow.arrivals import Arrivals
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import current_stream_number
 from zenflow.param_record import ParamRecord, tell_autograd
+from zenflow.storage import SegmentStorage
 from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 
@@ -36,13 +38,16 @@ logger = logging.getLogger("zenflow")
 class Uploads:
     """The results that are on their way, and the hooks that let them land.
 
-    `pending`: what has been sent and is not visible. `records` is the pipeline's own list and grows with it.
+    `pending`: what has been sent and is not visible; `loaded_hyper`: of those results that came with a loaded state,
+    the scalars of the steps behind them, float64 `[n, 5]`, by index of the records (`outside.pending_hyper`). `records`
+    is the pipeline's own list and grows with it.
     """
 
     def __init__(
         self, config: ZenFlowConfig, device: torch.device, records: list[ParamRecord], uploader: Uploader
     ) -> None:
         self.pending: list[Sent] = []
+        self.loaded_hyper: dict[int, np.ndarray] = {}
         self.check = UploadCheck(config.upload_check)
         self._uploader = uploader
         self._device = device
@@ -65,6 +70,10 @@ class Uploads:
     def due(self, step: int) -> list[Sent]:
         """What is pending and has to be visible at the end of step `step`."""
         return [sent for sent in self.pending if sent.due <= step]
+
+    def pending_storages(self) -> set[SegmentStorage]:
+        """Segments for which a result has been sent for and is not visible yet."""
+        return {sent.storage for sent in self.pending}
 
     def prepare(self, step: int) -> None:
         """Set the hooks that the backward passes of step `step`, the coming one, need."""
@@ -221,6 +230,8 @@ class Uploads:
         for sent in landed:
             sent.storage.shows_prediction = sent.predicted
         self.pending = [sent for sent in self.pending if sent not in landed]
+        pending = self.pending_storages()
+        self.loaded_hyper = {i: hyper for i, hyper in self.loaded_hyper.items() if self._records[i].storage in pending}
         self.check.forget_poison()
         self._queued, self._held, self._begun = set(), set(), False
 

@@ -23,18 +23,8 @@ def show(pipeline: Pipeline, wanted: list[Sent]) -> None:
     """These results are, and the selected masters over them."""
     if wanted:
         pipeline.uploads.queue_rest(wanted)
-        land(pipeline, wanted)
+        pipeline.uploads.land(wanted)
         write_selected(pipeline, wanted)
-
-
-def land(pipeline: Pipeline, queued: list[Sent]) -> None:
-    """These uploads, all that are queued, are; what is in the selected channels is worth nothing yet."""
-    pipeline.uploads.land(queued)
-    if pipeline.loaded_hyper:
-        pending = pipeline.pending_storages()
-        pipeline.loaded_hyper = {
-            index: hyper for index, hyper in pipeline.loaded_hyper.items() if pipeline.records[index].storage in pending
-        }
 
 
 def write_selected(pipeline: Pipeline, landed: Sequence[Sent] | None = None) -> None:

@@ -15,7 +15,7 @@ from zenflow.pipeline import Pipeline
 from zenflow.predictions import replace_predictions
 from zenflow.sending import Windows
 from zenflow.uploading import Sent
-from zenflow.visible import land, make_visible, write_selected
+from zenflow.visible import make_visible, write_selected
 from zenflow.window import StepPlan
 
 
@@ -37,11 +37,11 @@ def end_windows(pipeline: Pipeline, plan: StepPlan) -> int | None:
         lengths = {cohort: clock.length(cohort) + 1 for cohort in ends}
         sent = _send(pipeline, lengths, plan.position + 1, prompt=prompt)
     if due:
-        land(pipeline, due)
+        uploads.land(due)
     uploads.pending += sent
     if prompt:
         uploads.queue_rest(sent)
-        land(pipeline, sent)
+        uploads.land(sent)
     if due or prompt:
         write_selected(pipeline, [*due, *sent] if prompt else due)
     if selecting:
