@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zenflow import safetensors_file
 from zenflow.disk import check_room, opened, room_for, sync
-from zenflow.folder_lock import lock
+from zenflow.folder_lock import locked
 from zenflow.state_tree import flatten, restore
 
 FORMAT = "zenflow-checkpoint"
@@ -205,12 +205,12 @@ def _scratch(parent: Path) -> Iterator[Path]:
     """A new hidden folder in `parent`, removed at the end if it is still there, with those of killed processes."""
     scratch = parent / f".{secrets.token_hex(8)}{LEFTOVER}"
     with ExitStack() as held:
-        with opened(parent) as descriptor:
-            lock(descriptor, parent)  # nobody takes a folder that is not locked yet for that of a dead process
+        # Meanwhile nobody takes a folder that is not locked yet for that of a dead process.
+        with opened(parent) as descriptor, locked(descriptor, parent):
             _remove_leftovers(parent)
             scratch.mkdir()
             held.callback(shutil.rmtree, scratch, ignore_errors=True)
-            lock(held.enter_context(opened(scratch)), scratch)
+            held.enter_context(locked(held.enter_context(opened(scratch)), scratch))
         yield scratch
 
 

@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 WAIT_SECONDS = 60.0  # who holds it removes what killed processes have left, and makes a folder
@@ -18,18 +20,29 @@ class FolderBusyError(TimeoutError):
     """Another process has kept a folder locked for too long: says which, and what can be done."""
 
 
-def lock(descriptor: int, folder: Path) -> None:
-    """Hold `folder`, open as `descriptor`, until that is closed; a line in the log names whom it waits for.
+@contextmanager
+def locked(descriptor: int, folder: Path) -> Iterator[None]:
+    """Hold `folder`, open as `descriptor`, inside the block; a line in the log names whom it waits for.
 
     FolderBusyError after WAIT_SECONDS seconds. Where a file system knows no locks, nothing happens.
     """
+    _lock(descriptor, folder)
+    try:
+        yield
+    finally:
+        # To close it would not do: a process that was forked meanwhile has the descriptor, too, and the lock with it.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
     end, told = time.monotonic() + WAIT_SECONDS, False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            pass
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         except OSError:
             return
         if time.monotonic() >= end:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from zenflow import folder_lock
+from zenflow import checkpoint_folder, folder_lock
 from zenflow.checkpoint_folder import load, save
 from zenflow.disk import opened
-from zenflow.folder_lock import FolderBusyError, holder, lock
+from zenflow.folder_lock import FolderBusyError, holder, locked
 
 
 @contextmanager
@@ -62,6 +62,33 @@ def test_a_process_that_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytes
     assert load(tmp_path / "saved") == {"x": 1}
 
 
+def test_a_process_that_was_forked_meanwhile_keeps_nothing_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As data loaders are, while a checkpoint is written beside the training: it inherits the descriptors."""
+    monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.1)
+    remove, forked, (hear, tell) = checkpoint_folder._remove_leftovers, [], os.pipe()
+
+    def fork(folder: Path) -> None:
+        remove(folder)
+        if not forked:
+            forked.append(os.fork())
+            if forked[0] == 0:
+                os.close(tell)
+                os.read(hear, 1)
+                os._exit(0)
+
+    monkeypatch.setattr(checkpoint_folder, "_remove_leftovers", fork)
+    try:
+        for number in range(2):
+            save(tmp_path / f"{number}", {"x": number})
+    finally:
+        os.close(tell)
+        os.waitpid(forked[0], 0)
+        os.close(hear)
+    assert [load(tmp_path / f"{number}")["x"] for number in range(2)] == [0, 1]
+
+
 def test_where_there_are_no_locks_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -74,5 +101,5 @@ def test_where_there_are_no_locks_nothing_is_waited_for(tmp_path: Path, monkeypa
 def test_a_holder_that_proc_does_not_know_has_no_name(tmp_path: Path) -> None:
     with opened(tmp_path) as descriptor:
         assert holder(descriptor) == "another process"
-        lock(descriptor, tmp_path)
-        assert holder(descriptor).startswith(f"process {os.getpid()} (")
+        with locked(descriptor, tmp_path):
+            assert holder(descriptor).startswith(f"process {os.getpid()} (")
