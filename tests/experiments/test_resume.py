@@ -35,6 +35,7 @@ MODES = {
     "gpu": ZENFLOW,
     "host": (*ZENFLOW, "engine.accumulate_on=host"),
     "replay-bf16": (*ZENFLOW, "engine=replay", "model.dtype=bfloat16", "accumulate=2"),
+    "predicted-bf16": (*ZENFLOW, "engine=predicted", "engine.selected_masters=stochastic", "model.dtype=bfloat16"),
     "adamw": ("engine=adamw",),
     "adamw-bf16": ("engine=adamw", "model.dtype=bfloat16"),
     "adamw-bf16-without-masters": ("engine=adamw_bf16", "model.dtype=bfloat16"),
