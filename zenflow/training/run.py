@@ -43,6 +43,7 @@ from zenflow.training.saving import save_model
 from zenflow.training.schema import (
     Device,
     Dtype,
+    RuleConfig,
     SimulatedEngine,
     TrackingMode,
     TrainConfig,
@@ -129,7 +130,7 @@ def prepare(config: TrainConfig) -> Prepared:
     record["device"], record["model"]["dtype"] = "cuda" if on_gpu else "cpu", dtype.name
     record["model"]["config"] = {} if config.model.path is not None else config.model.config
     record["data"]["path"] = str(locate(config.data))
-    if isinstance(config.engine, ZenFlowEngine | SimulatedEngine):
+    if isinstance(config.engine, RuleConfig):
         if isinstance(config.engine, SimulatedEngine):
             engine = simulated_rule(config.engine, config.optimizer).config
         else:

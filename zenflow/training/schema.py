@@ -37,7 +37,7 @@ SecondMoment = Enum("SecondMoment", ["mean", "steps"])
 
 @dataclass
 class EngineConfig:
-    """Who updates the weights: one of the three classes below."""
+    """Who updates the weights: an `AdamWEngine`, a `ZenFlowEngine` or a `SimulatedEngine`."""
 
 
 @dataclass
@@ -48,14 +48,12 @@ class AdamWEngine(EngineConfig):
 
 
 @dataclass
-class ZenFlowEngine(EngineConfig):
-    """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
+class RuleConfig(EngineConfig):
+    """What `ZenFlowEngine` and `SimulatedEngine` share: the fields of `zenflow.ZenFlowConfig` that both heed."""
 
     topk_ratio: int | float | str = 0.1  # 0 and 1 are numbers too
     update_interval: int | str = 4
-    select_strategy: SelectStrategy = SelectStrategy.step
     select_interval: int | str = 100
-    steps_per_epoch: int | None = None  # filled in from the data
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
     stagger: bool = False
@@ -63,16 +61,24 @@ class ZenFlowEngine(EngineConfig):
     weight_prediction: float = 0.0
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
-    importance_over: ImportanceOver = ImportanceOver.step
-    importance_decay: float = 0.9
     deferred_rule: DeferredRule = DeferredRule.accumulate
     deferred_lr_scale: int | float | str = "linear"
-    on_reselect: OnReselect = OnReselect.migrate
-    selected_masters: SelectedMasters = SelectedMasters.float32
-    rounding_seed: int = 0
     min_deferred_numel: int = 4096
     accumulate_on: AccumulateOn = AccumulateOn.gpu
     ring_dtype: RingDtype = RingDtype.auto
+
+
+@dataclass
+class ZenFlowEngine(RuleConfig):
+    """The fields of `zenflow.ZenFlowConfig` (meanings there), less `max_grad_norm`, which the optimizer group holds."""
+
+    select_strategy: SelectStrategy = SelectStrategy.step
+    steps_per_epoch: int | None = None  # filled in from the data
+    importance_over: ImportanceOver = ImportanceOver.step
+    importance_decay: float = 0.9
+    on_reselect: OnReselect = OnReselect.migrate
+    selected_masters: SelectedMasters = SelectedMasters.float32
+    rounding_seed: int = 0
     upload: Upload = Upload.backward
     upload_check: bool = True
     backward_passes_per_step: int | None = None
@@ -83,25 +89,12 @@ class ZenFlowEngine(EngineConfig):
 
 
 @dataclass
-class SimulatedEngine(EngineConfig):
-    """A deferred rule in plain torch on the trainer's device: fields of `ZenFlowEngine` that bear on the mathematics,
-    with its defaults, and those of `zenflow.simulate.rule.Rule`."""
+class SimulatedEngine(RuleConfig):
+    """A deferred rule in plain torch on the trainer's device; meanings of its own fields in `simulate.rule.Rule`.
 
-    topk_ratio: int | float | str = 0.1
-    update_interval: int | str = 4
-    select_interval: int | str = 100  # steps
-    full_warm_up_rounds: int = 0
-    overlap_step: bool = True
-    stagger: bool = False
-    visible_after: int | str = "auto"
-    weight_prediction: float = 0.0
-    channel_dim: ChannelDim = ChannelDim.column
-    importance: Importance = Importance.square
-    deferred_rule: DeferredRule = DeferredRule.accumulate
-    deferred_lr_scale: int | float | str = "linear"
-    min_deferred_numel: int = 4096
-    accumulate_on: AccumulateOn = AccumulateOn.gpu
-    ring_dtype: RingDtype = RingDtype.auto
+    Select intervals are counted in steps.
+    """
+
     betas_per_window: BetasPerWindow = BetasPerWindow.none
     second_moment: SecondMoment = SecondMoment.mean
     delay_compensation: float = 0.0
