@@ -63,10 +63,12 @@ class ParamRecord:
 
     @property
     def n_selected(self) -> int:
+        """Channels that are selected, or will be by the first selection; 1 if selected whole."""
         return self.start.numel()
 
     @property
     def compact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Master and moments of the selected channels, on the device."""
         return self.master, self.exp_avg, self.exp_avg_sq
 
     @property

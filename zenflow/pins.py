@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Pins:
-    """Page-locks host ranges for the device's copy engines; ranges are whole pages inside their own mappings."""
+    """The ranges that are locked for one device, each a number of whole pages; none where it is no GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -19,7 +19,7 @@ class Pins:
         self._addresses: list[int] = []
 
     def add(self, tensor: Tensor) -> None:
-        """RuntimeError with the bytes asked for if the host does not allow it."""
+        """Lock the pages of a tensor; RuntimeError with the bytes asked for if the host does not allow it."""
         if self._device is None or tensor.numel() == 0:
             return
         first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

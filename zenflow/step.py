@@ -4,7 +4,7 @@ Phase 1, backward: PyTorch leaves gradients in `.grad`; phase 5 goes on under th
 Phase 2, `step()`: norm and finite check over all parameters, then one pass over the gradient that updates the selected
 channels and folds the others into the accumulator. Nothing here waits for the device, except the steps that select.
 Phase 3, a window's end, for the cohorts for which it is one (`window.py`, `window_end.py`): each bucket's accumulator
-goes to its ring slot on the copy stream, under the next step's compute; the slot's `ready` word follows it on the same
+goes to its ring slot on a copy stream, under the next step's compute; the slot's `ready` word follows it on the same
 stream (`sending.py`).
 Phase 4, the worker: one pass over memory a slot, in order; then `done`. Under `weight_prediction` a result that will be
 shown late is written as a prediction (`cpu_pass.py`), of two shadows in turn to the one that does not hold what is

@@ -65,8 +65,6 @@ class Uploads:
         # A hook lives as long as its parameter, which may outlive an optimizer that nobody closes.
         weakref.finalize(self, _remove, self._handles)
 
-    # Between two steps
-
     def due(self, step: int) -> list[Sent]:
         """What is pending and has to be visible at the end of step `step`."""
         return [sent for sent in self.pending if sent.due <= step]
@@ -173,8 +171,6 @@ class Uploads:
     def _upload(self, sent: Sent) -> None:
         self._uploader.upload(sent)
         self._queued.add(sent)
-
-    # In `step()`
 
     @property
     def in_transit(self) -> bool:

@@ -39,6 +39,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
+        """Those of one of torch's `param_groups`, as they are now."""
         return cls(float(group["lr"]), *group["betas"], group["eps"], float(group["weight_decay"]))
 
     @property

@@ -154,7 +154,7 @@ class Simulation:
         for matrix in self._matrices:
             if matrix.param is param:
                 return matrix.selected
-        raise KeyError("the parameter is not in this simulation")
+        raise KeyError(f"a parameter of shape {tuple(param.shape)} is none of the {len(self._matrices)} simulated here")
 
     def state_dict(self) -> dict[str, Any]:
         """A copy on the CPU of all that the next step depends on, beside the weights."""
