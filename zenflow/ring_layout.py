@@ -8,7 +8,7 @@ import numpy as np
 
 from zenflow.geometry import ITEM_BYTES, Segment
 
-STAGGER = 77 * 64
+PART_SHIFT = 77 * 64  # bytes, an odd number of cache lines
 HYPER_FIELDS = ("lr", "beta1", "beta2", "eps", "weight_decay")
 LOG_STEP, LOG_END = 4, 2  # int32 words of the device's log: of one step, and of the window's number at either end
 
@@ -72,7 +72,7 @@ def sizes_of(segment: Segment) -> tuple[list[int], dict[str, int]]:
     ring = _up(slots + 2 * layout.slot.itemsize * len(segment.buckets), 4096)
     ring_bytes = ring + segment.lanes * segment.numel * ITEM_BYTES[segment.ring_dtype]
     # Master and moments a power of two apart would fight for the same cache sets, which slows the pass.
-    part = _up(4 * segment.numel, 4096) + STAGGER
+    part = _up(4 * segment.numel, 4096) + PART_SHIFT
     state = {"master": 0, "exp_avg": part, "exp_avg_sq": 2 * part, "channel_step": 3 * part}
     sizes = [ring_bytes, 3 * part + 4 * segment.n_channels]
     if segment.shadows:
