@@ -137,9 +137,11 @@ class WindowClock:
         self.state.selection_due = False
 
     def state_dict(self) -> dict[str, int | bool]:
+        """The fields of `ClockState`, in steps and windows; cohorts are not among them."""
         return asdict(self.state)
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Go on from what `state_dict` gave; checked by `checkpoint_checks`."""
         self.state = ClockState(**state)  # type: ignore[arg-type]
 
 
