@@ -289,8 +289,8 @@ class ZenFlow(torch.optim.Optimizer):
         return self._pipeline
 
     def _lay_out_saved(self, saved: list[Newcomer], layout: list[list[Newcomer]], cohorts: dict[int, int]) -> None:
-        """Give the parameters of a state that is to be loaded their places: together, and in the cohorts, as they had
-        been, since buckets are tried (`upload_check`), and later ones find their cohorts, by what is there."""
+        """Give the parameters of a checked state their places as the run that saved it had them: laid out together,
+        in the same cohorts. Which bucket is tried (`upload_check`), and a later parameter's cohort, depend on it."""
         pipeline = self._running()
         mine = [[id(record.param) for record in together] for together in checkpoint.laid_out(pipeline)]
         wanted = [[id(newcomer.param) for newcomer in together] for together in layout]

@@ -235,9 +235,8 @@ def _masters_work(problem: Problem) -> Work:
     control = StepControl.create(1, 1, problem.device)
     return Work(
         Call(lambda: write_masters(table, control)),
-        Call(
-            lambda: write_masters_reference(table, control), captured=False
-        ),  # it asks the device which channels there are
+        # It asks the device which channels there are.
+        Call(lambda: write_masters_reference(table, control), captured=False),
         Call(lambda: entry.weight.index_copy_(axis, index, entry.master.to(entry.weight.dtype))),
         (entry.weight,),
     )
