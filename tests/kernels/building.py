@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from zenflow_kernels.control import StepControl
+from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE, StepControl
 from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.table import Entry, Table
 
@@ -155,3 +155,22 @@ def make_world(
     bias = torch.stack([torch.from_numpy(bias_table(row[1], row[2], 300).copy()[:257]) for row in HYPERS])
     table.bind([pad.hold(values((spec.rows, spec.cols), gen).to(dtype), spec.shift) for spec in specs])
     return World(table, control, hyper, bias.to(device), pad)
+
+
+def decide(world: World, offset: int, scales: tuple[float, float] = (1.0, 0.37)) -> None:
+    """A decision made by hand: the three folds in turn, beginning at `offset`, and some advances."""
+    fold = [(offset + number) % 3 for number in range(world.control.fold.numel())]
+    assert {FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD} == {0, 1, 2}
+    world.control.fold.copy_(torch.tensor(fold))
+    world.control.advance.copy_(torch.arange(len(fold)) * 40)
+    world.control.inv_scale.fill_(scales[0])
+    world.control.clip.fill_(scales[1])
+
+
+def assert_equal(world: World, twin: World) -> None:
+    """Every tensor of both, bit for bit, and nothing written beside them."""
+    state, expected = world.state(), twin.state()
+    for name in state:
+        assert torch.equal(bits(state[name]), bits(expected[name])), name
+    world.pad.check()
+    twin.pad.check()

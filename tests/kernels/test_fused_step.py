@@ -9,14 +9,14 @@ import pytest
 import torch
 from zenflow_kernels import fused_step as step_module
 from zenflow_kernels import tiles
-from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE
+from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters, write_masters_reference
 from zenflow_kernels.gather import gather_channels
 from zenflow_kernels.numerics import HYPER
 from zenflow_kernels.scatter import scatter_channels_
 from zenflow_kernels.table import Entry, Table
 
-from tests.kernels.building import HYPERS, Padded, Spec, World, bits, make_world
+from tests.kernels.building import HYPERS, Padded, Spec, World, assert_equal, bits, decide, make_world
 
 TABLES = {
     "column": [
@@ -39,24 +39,6 @@ TABLES = {
     "mixed": [Spec("column", 4, 64, 6), Spec("whole", 1, 5), Spec("row", 0, 128, 0), Spec("column", 128, 0, 0)],
 }
 SCALES = {"plain": (1.0, 1.0), "clipped": (1.0, 0.37), "unscaled": (2.0**-16, 0.37)}
-
-
-def decide(world: World, offset: int, scales: tuple[float, float]) -> None:
-    """A decision made by hand: the three folds in turn, beginning at `offset`, and some advances."""
-    fold = [(offset + number) % 3 for number in range(world.control.fold.numel())]
-    assert {FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD} == {0, 1, 2}
-    world.control.fold.copy_(torch.tensor(fold))
-    world.control.advance.copy_(torch.arange(len(fold)) * 40)
-    world.control.inv_scale.fill_(scales[0])
-    world.control.clip.fill_(scales[1])
-
-
-def assert_equal(world: World, twin: World) -> None:
-    state, expected = world.state(), twin.state()
-    for name in state:
-        assert torch.equal(bits(state[name]), bits(expected[name])), name
-    world.pad.check()
-    twin.pad.check()
 
 
 def run_both(world: World) -> None:

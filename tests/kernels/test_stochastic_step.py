@@ -18,7 +18,7 @@ from zenflow_kernels.stochastic_rounding import (
 )
 from zenflow_kernels.table import Entry, Table
 
-from tests.kernels.building import HYPERS, Padded, Spec, World, bits, make_world, values
+from tests.kernels.building import HYPERS, Padded, Spec, assert_equal, bits, decide, make_world, values
 
 TILE = SPAN * LANES
 KEY = {"seed": 2**63 + 12345, "step": 2**32 - 3}  # each beyond its signed type
@@ -39,23 +39,6 @@ TABLES = {
 
 # Skipped, like every test of that dtype, where the interpreter's bf16 cannot be trusted.
 bf16 = pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"], indirect=True)
-
-
-def decide(world: World, offset: int, scales: tuple[float, float] = (1.0, 0.37)) -> None:
-    fold = [(offset + number) % 3 for number in range(world.control.fold.numel())]
-    assert {FOLD_NONE, FOLD_OVERWRITE, FOLD_ADD} == {0, 1, 2}
-    world.control.fold.copy_(torch.tensor(fold))
-    world.control.advance.copy_(torch.arange(len(fold)) * 40)
-    world.control.inv_scale.fill_(scales[0])
-    world.control.clip.fill_(scales[1])
-
-
-def assert_equal(world: World, twin: World) -> None:
-    state, expected = world.state(), twin.state()
-    for name in state:
-        assert torch.equal(bits(state[name]), bits(expected[name])), name
-    world.pad.check()
-    twin.pad.check()
 
 
 @pytest.mark.parametrize("specs", TABLES.values(), ids=TABLES.keys())
