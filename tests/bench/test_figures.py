@@ -22,6 +22,8 @@ def result(mean_ms: float, **changes: Any) -> dict[str, Any]:
         "parameters": PARAMETERS,
         "device": "cpu",
         "mean_ms": mean_ms,
+        "floor_ms": [],
+        "launch_ms": [],
         "step_ms": [mean_ms] * 40,
         "first_step_ms": 900.0,
         "first_totals": {},
@@ -92,6 +94,18 @@ def test_ratios_are_to_the_mean_of_both_floors():
     assert rows[2]["machine_bytes_over_floor"] == 0.0
 
 
+def test_a_row_with_its_own_floor_is_compared_with_that():
+    """Before and after its trainer: 92 and 100 ms; sync's were 80 ms, where the other floors' mean is 100."""
+    rows = contest()
+    rows[2] = row_of(JOB, result(120.0, totals=TOTALS, floor_ms=[92.0, 100.0], launch_ms=[60.0, 70.0]))
+    rows[3] = row_of(named("sync"), result(400.0, totals=TOTALS, floor_ms=[80.0]))
+    compared = compare(rows)
+    assert [row.get("floor_ms") for row in compared] == [100.0, 100.0, 96.0, 80.0, None, 100.0]
+    assert [row.get("ratio") for row in compared] == [1.1, 1.3, 1.25, 5.0, None, 0.9]
+    assert compared[2]["launch_ms"] == 65.0
+    assert compared[2]["stall_removed"] == pytest.approx(1 - 24 / 320)
+
+
 def test_stall_removed_is_measured_against_sync():
     rows = compare(contest())
     assert rows[2]["stall_removed"] == pytest.approx(1 - 20 / 300)
@@ -154,7 +168,7 @@ def test_the_table_is_aligned_and_says_why_a_row_is_empty():
     assert broken.rstrip("| ").endswith("not installed")
     (ours,) = (line for line in lines if line.startswith("| zenflow"))
     cells = [cell.strip() for cell in ours.strip("|").split("|")]
-    assert cells[:6] == ["zenflow U=4", "120.0", "1.200", "120.0", "120.0", "5.00"]
+    assert cells[:7] == ["zenflow U=4", "120.0", "1.200", "100.0", "120.0", "120.0", "5.00"]
     assert {"93.3%", "98.0%", "0.250", "0.300", "3.20"} <= set(cells)
 
 
@@ -174,5 +188,5 @@ def test_csv_has_every_figure_and_the_machine(tmp_path):
     ids=["stalls", "no clock", "below the floor"],
 )
 def test_the_bar_adds_up(mean_ms, stall_ms, parts):
-    assert split({"mean_ms": mean_ms, "stall_ms": stall_ms}, 100.0) == parts
+    assert split({"mean_ms": mean_ms, "stall_ms": stall_ms, "floor_ms": 100.0}) == parts
     assert sum(parts) == mean_ms

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,9 @@ from tests.processes import ends_within
 from zenflow.bench.children import environment, module_command, run_job
 from zenflow.bench.command import main
 from zenflow.bench.hog import hog
+from zenflow.bench.measure import measure
 from zenflow.bench.processes import family
-from zenflow.bench.registry import Job
+from zenflow.bench.registry import CONTESTANTS, Job
 from zenflow.bench.traffic import CHUNK_BYTES, Traffic
 
 SMALL = ["step", "--shape", "tiny", "--batch", "2", "--length", "16", "--windows", "2", "--device", "cpu"]
@@ -55,7 +56,10 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     first, ours, broken, last, selecting = rows(tmp_path / "out")
     assert (first["label"], last["label"]) == ("floor, at the start", "floor, at the end")
     assert float(first["ratio"]) + float(last["ratio"]) == pytest.approx(2)
-    assert float(ours["mean_ms"]) > 0 and float(ours["ratio"]) > 0
+    assert float(ours["mean_ms"]) > 0
+    assert float(ours["floor_ms"]) == float(ours["own_floor_ms"]) > 0 and float(ours["launch_ms"]) > 0
+    assert float(ours["ratio"]) == pytest.approx(float(ours["mean_ms"]) / float(ours["own_floor_ms"]))
+    assert not first["own_floor_ms"]
     assert int(ours["steps"]) == 4 and int(ours["window"]) == 2
     assert 0 < float(ours["to_host_m"]) < 0.6
     assert float(ours["worker_ms_a_window"]) > 0
@@ -71,10 +75,21 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     assert (tmp_path / "out" / "step.png").stat().st_size > 5000
 
 
+def test_the_floor_is_measured_around_what_leaves_its_model_as_it_was(monkeypatch):
+    """Peers keep their hooks: forward and backward alone are there no more."""
+    job = replace(JOB, trainer="adamw", floor_steps=2)
+    assert [len(measure(job)[name]) for name in ("floor_ms", "launch_ms")] == [2, 2]
+    monkeypatch.setitem(CONTESTANTS, "adamw", replace(CONTESTANTS["adamw"], leaves=False))
+    assert [len(measure(job)[name]) for name in ("floor_ms", "launch_ms")] == [1, 1]
+    assert measure(JOB)["floor_ms"] == []
+
+
 MEASURED = {
     "parameters": 1000,
     "device": "cpu",
     "mean_ms": 10.0,
+    "floor_ms": [],
+    "launch_ms": [],
     "step_ms": [10.0] * 8,
     "first_step_ms": 50.0,
     "first_totals": {},

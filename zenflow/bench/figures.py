@@ -40,6 +40,8 @@ def row_of(job: Job, result: dict[str, Any]) -> Row:
         "parameters": parameters,
         "device": result["device"],
         "mean_ms": result["mean_ms"],
+        "own_floor_ms": _mean(result["floor_ms"]),
+        "launch_ms": _mean(result["launch_ms"]),
         "median_ms": statistics.median(ordered),
         "p95_ms": ordered[math.ceil(0.95 * len(ordered)) - 1],
         "max_ms": ordered[-1],
@@ -63,27 +65,30 @@ def row_of(job: Job, result: dict[str, Any]) -> Row:
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what needs another: ratio to the mean of the floors, memory over theirs, stall removed.
+    """The rows with what needs another: ratio to the floor, memory over the floors', stall removed.
 
-    `stall_removed` is 1 - (mean - floor) / (sync's mean - floor); `stall_removed_clock` 1 - stall / sync's stall. Both
-    are for trainers that offload.
+    `floor_ms` is what a row's own process measured without its trainer, as other processes' may have had another host;
+    where there is none, the mean of the floors. `stall_removed` is 1 - (mean - floor) / (the same of sync);
+    `stall_removed_clock` 1 - stall / sync's stall. Both are for trainers that offload.
     """
     floors = [row for row in rows if row["trainer"] == "floor" and "error" not in row]
     sync = next((row for row in rows if row["trainer"] == "sync" and "error" not in row), None)
     if not floors:
         return list(rows)
-    floor = statistics.fmean(row["mean_ms"] for row in floors)
+    mean = statistics.fmean(row["mean_ms"] for row in floors)
     compared = []
     for row in rows:
         more: Row = {}
         if "error" not in row:
+            floor = more["floor_ms"] = row["own_floor_ms"] or mean
             more["ratio"] = row["mean_ms"] / floor
             for name, field in MEMORY.items():
                 least = min((other[field] for other in floors if other[field] is not None), default=None)
                 if least is not None:
                     more[name] = (row[field] - least) / row["parameters"]
             if sync is not None and row["trainer"] not in ON_DEVICE:
-                more["stall_removed"] = _removed(row["mean_ms"] - floor, sync["mean_ms"] - floor)
+                whole = sync["mean_ms"] - (sync["own_floor_ms"] or mean)
+                more["stall_removed"] = _removed(row["mean_ms"] - floor, whole)
                 more["stall_removed_clock"] = _removed(row["stall_ms"], sync["stall_ms"])
         compared.append(row | more)
     return compared
@@ -122,6 +127,10 @@ def selection_row(job: Job, result: dict[str, Any]) -> Row:
         "a_step_at_100_ms": extra / 100,
         "a_step_at_1000_ms": extra / 1000,
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _each(totals: dict[str, float], name: str, count: float | None, scale: float) -> float | None:

@@ -30,6 +30,8 @@ def facts() -> dict[str, str]:
         "cores": f"{len(physical_cores())} ({len(os.sched_getaffinity(0))} logical)",
         "commit": _commit(),
         "sources": digest()[:12],
+        # A limit that was meant for something else holds back trainers whose CPU part runs on these threads.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", ""),
     }
 
 

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zenflow.bench.ours import Floor
 from zenflow.bench.processes import host_bytes, used_bytes
 from zenflow.bench.registry import CONTESTANTS, Job
 from zenflow.bench.shapes import build_model, make_batches
 
+LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to do
+
 
 def measure(job: Job) -> dict[str, Any]:
-    """The contestant's figures: times in ms, memory in bytes, `totals` as the differences over the timed steps.
+    """The contestant's figures: times in ms, memory in bytes, `totals` as the differences over the timed steps; of its
+    `floor_steps`, `floor_ms` and `launch_ms`: a mean step before and, where that can be, after the contestant.
 
     Raises ValueError if a loss is not finite, and whatever the contestant raises.
     """
     device = _device(job.device)
     model = build_model(job.shape, job.length, device, job.checkpointing)
     batches = make_batches(job.shape, job.batch, job.length, device)
+    floors = [own_floor(model, batches, job, device)]
     before = _host_memory()
     module, _, name = CONTESTANTS[job.trainer].build.partition(":")
     trainer = getattr(import_module(module), name)(model, job)
@@ -37,11 +42,15 @@ def measure(job: Job) -> dict[str, Any]:
         after = _host_memory()
     finally:
         trainer.close()
+    if CONTESTANTS[job.trainer].leaves:
+        floors.append(own_floor(model, batches, job, device))
     losses = torch.stack(first.losses + warm_up.losses + timed.losses).tolist()
     _check_finite(losses)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "floor_ms": [floor[0] for floor in floors if floor],
+        "launch_ms": [floor[1] for floor in floors if floor],
         "mean_ms": timed.total_ms / job.steps,
         "step_ms": timed.step_ms,
         "first_step_ms": first.total_ms,
@@ -54,6 +63,20 @@ def measure(job: Job) -> dict[str, Any]:
         "loss_last": statistics.fmean(losses[-4:]),
         **{name: value - before[name] for name, value in after.items()},
     }
+
+
+def own_floor(
+    model: torch.nn.Module, batches: list[Tensor], job: Job, device: torch.device
+) -> tuple[float, float] | None:
+    """ms a step of forward and backward alone, over the job's `floor_steps`, of which half as many go before and do not
+    count: on the batches, and on so few tokens that the host's launching is what takes the time. None without steps."""
+    if not job.floor_steps:
+        return None
+    floor, times = Floor(model, job), []
+    for tokens in (batches, [batch[:1, :LAUNCH_LENGTH].contiguous() for batch in batches]):
+        Timed(floor, tokens, -(-job.floor_steps // 2), device)
+        times.append(Timed(floor, tokens, job.floor_steps, device).total_ms / job.floor_steps)
+    return times[0], times[1]
 
 
 class Timed:

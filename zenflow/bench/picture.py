@@ -10,22 +10,22 @@ from zenflow.bench.figures import Row
 FLOOR, REST, STALL = "#9aa5b1", "#1d4ed8", "#c2410c"
 
 
-def split(row: Row, floor_ms: float) -> tuple[float, float, float]:
+def split(row: Row) -> tuple[float, float, float]:
     """ms a step of the floor, the rest and the stall; they add up to the mean. A missing stall counts as rest."""
-    base = min(row["mean_ms"], floor_ms)
+    base = min(row["mean_ms"], row["floor_ms"])
     stall = min(row["stall_ms"] or 0.0, row["mean_ms"] - base)
     return base, row["mean_ms"] - base - stall, stall
 
 
 def save_picture(rows: Sequence[Row], floor_ms: float, title: str, path: Path) -> None:
-    """Write a PNG of the rows without error. Needs matplotlib; errors: ImportError without it."""
+    """Write a PNG of the rows without error, a line at `floor_ms`. Needs matplotlib; errors: ImportError without it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.42 * len(rows)), layout="constrained")
     axis = figure.subplots()
     labels = [row["label"] for row in rows]
     left = [0.0] * len(rows)
-    parts = zip(*(split(row, floor_ms) for row in rows), strict=True)
+    parts = zip(*(split(row) for row in rows), strict=True)
     for values, name, color in zip(parts, ("floor", "rest", "stall"), (FLOOR, REST, STALL), strict=True):
         axis.barh(labels, values, left=left, label=name, color=color)
         left = [start + value for start, value in zip(left, values, strict=True)]

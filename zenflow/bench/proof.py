@@ -47,10 +47,10 @@ def prove(paths: Sequence[str], memory: Path) -> Proof:
 
 def _run(root: Path, paths: Sequence[str], memory: Path, subject: dict) -> Proof:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    # With PYTEST_ADDOPTS="-n 14" there are many at once, each with threads for tensors that have no use for them.
+    env = {"OMP_NUM_THREADS": "1", **environment()}
     try:
-        done = subprocess.run(
-            command, cwd=root, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-        )
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         return Proof(False, True, f"{' '.join(paths)}: not finished after {TIMEOUT_SECONDS} s")
     if "No module named pytest" in done.stderr:

@@ -12,18 +12,24 @@ DEFAULT_U = 4
 
 @dataclass(frozen=True)
 class Contestant:
-    """`build` is `module:class`, called in the child as `class(model, job)`; `needs` a package that may be missing."""
+    """`build` is `module:class`, called in the child as `class(model, job)`; `needs` a package that may be missing.
+
+    leaves: after `close()` the model is as it was, but for its weights.
+    """
 
     build: str
     needs: str | None = None
     note: str = ""
+    leaves: bool = False
 
 
 CONTESTANTS = {
     "floor": Contestant("zenflow.bench.ours:Floor", note="forward and backward alone"),
-    "adamw": Contestant("zenflow.bench.ours:OnDevice", note="fp32 masters and moments on the device"),
-    "zenflow": Contestant("zenflow.bench.ours:Offloaded"),
-    "sync": Contestant("zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous"),
+    "adamw": Contestant("zenflow.bench.ours:OnDevice", note="fp32 masters and moments on the device", leaves=True),
+    "zenflow": Contestant("zenflow.bench.ours:Offloaded", leaves=True),
+    "sync": Contestant(
+        "zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous", leaves=True
+    ),
     "torchao": Contestant("zenflow.bench.peers:TorchAO", "torchao", "bf16 state on the CPU, no masters, no clipping"),
     "deepspeed-offload": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "ZeRO-2, optimizer on the CPU"),
     "deepspeed-zenflow": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "k 0.1, U 4, overlap_step"),
@@ -35,9 +41,10 @@ SYNC = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
 class Job:
     """What one child measures. It travels as JSON.
 
-    `warm_up` and `steps` are counts of steps, `window` the steps of a window; `settings` are ZenFlowConfig's fields;
-    `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all. `copies`, of the
-    floor alone: "to host" or "to device", which PCIe then is as busy with as it can be.
+    `warm_up` and `steps` are counts of steps, `window` the steps of a window, `floor_steps` those of forward and
+    backward alone that the same process times before them, and after them where it can. `settings` are ZenFlowConfig's
+    fields; `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all.
+    `copies`, of the floor alone: "to host" or "to device", which PCIe then is as busy with as it can be.
     """
 
     trainer: str
@@ -48,6 +55,7 @@ class Job:
     warm_up: int
     steps: int
     window: int
+    floor_steps: int = 0
     clip: float = 1.0
     lr: float = 1e-5
     checkpointing: bool = False

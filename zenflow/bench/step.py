@@ -24,6 +24,7 @@ from zenflow.cores import CorePlan, physical_cores, plan_cores
 WARM_UP_WINDOWS = 2
 SETTLING_WINDOWS = 6  # of ZenFlow, whose worker finds its number of threads meanwhile
 SELECTION_PERIODS = 3
+FLOOR_STEPS = 16
 
 
 def run(args: Namespace) -> int:
@@ -107,7 +108,10 @@ def job_for(args: Namespace, trainer: str, label: str, window: int, settings: di
     steps = args.windows * window
     if trainer in ("zenflow", "sync"):
         settings = {"select_interval": 10 * (warm_up + steps), **settings}
-    job = Job(trainer, label, args.shape, args.batch, args.length, warm_up, steps, window, settings=settings)
+    floor_steps = 0 if trainer == "floor" else FLOOR_STEPS
+    job = Job(
+        trainer, label, args.shape, args.batch, args.length, warm_up, steps, window, floor_steps, settings=settings
+    )
     same = {name: getattr(args, name) for name in ("clip", "lr", "checkpointing", "device")}
     return replace(job, **same, **changes)
 
@@ -156,7 +160,13 @@ def run_selections(session: StepSession) -> None:
         period = SELECTION_WINDOWS * variant.window
         often = {**variant.settings, "select_strategy": "step", "select_interval": period}
         job = variant_job(session.args, Variant(variant.text, often))
-        job = replace(job, label=f"{job.label}, selecting", warm_up=period, steps=SELECTION_PERIODS * period)
+        job = replace(
+            job,
+            label=f"{job.label}, selecting",
+            warm_up=period,
+            steps=SELECTION_PERIODS * period,
+            floor_steps=0,
+        )
         session.add(selection_row(job, session.run(job)))
 
 

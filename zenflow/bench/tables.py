@@ -34,16 +34,20 @@ class Column:
 
 REMARK = Column("remark", "note")
 LEGEND = """\
-mean: wall time over whole windows; median and p95: from a step's end to the next one's. Floor: the mean of both.
-Stall removed: 1 - (mean - floor) / (mean of sync - floor); by clock: 1 - stall / stall of sync. M: 2 bytes a parameter.
+mean: wall time over whole windows; median and p95: from a step's end to the next one's. Floor: forward and backward
+alone in the same process, before the trainer is there and, where it leaves the model as it was, after; where there is
+none, the mean of the floors' own rows. Stall removed: 1 - (mean - floor) / (mean - floor of sync); by clock: 1 - stall
+/ stall of sync. M: 2 bytes a parameter.
 B/p: bytes a parameter; host: shared memory that the engine counts; processes and machine: growth over the floor's.
-Threads: of the worker in its last window. Launching: the same model's step at batch 1 x 16, when the device waits for
-the host."""
+Threads: of the worker in its last window. Launching: forward and backward alone at batch 1 x 16, when the device waits
+for the host, measured as the floor is."""
 
 STEP = (
     Column("trainer", "label"),
     Column("mean ms", "mean_ms", number(1)),
     Column("x floor", "ratio", number(3)),
+    Column("floor ms", "floor_ms", number(1)),
+    Column("launching ms", "launch_ms", number(1)),
     Column("median", "median_ms", number(1)),
     Column("p95", "p95_ms", number(1)),
     Column("stall ms", "stall_ms", number(2)),
@@ -81,6 +85,7 @@ GROWTH = (
     Column("worker cores", "worker_cores"),
     Column("mean ms", "mean_ms", number(1)),
     Column("x floor", "ratio", number(3)),
+    Column("floor ms", "floor_ms", number(1)),
     Column("stall ms", "stall_ms", number(2)),
     Column("worker ms/window", "worker_ms_a_window", number(1)),
     Column("window ms", "window_ms", number(1)),
