@@ -7,6 +7,8 @@ NOVELS := $(VENV)/novels
 
 # Trainer and CPU optimizer share the cores where there is no GPU: threads that wait must not hold one.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Packages are installed uncompiled, and the tests start hundreds of interpreters: what is compiled once must be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-gpu soak lint wheel-test smollm2 offline setup clean

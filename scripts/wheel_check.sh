@@ -12,7 +12,7 @@ rm -rf build
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work" .
 "$python" -m venv "$work/venv"
 scripts/install_torch.sh "$work/venv/bin/python"
-"$work/venv/bin/python" -m pip install --quiet "$work"/zenflow_triton-*.whl
+"$work/venv/bin/python" -m pip install --quiet --no-compile "$work"/zenflow_triton-*.whl
 mkdir "$work/elsewhere"
 cd "$work/elsewhere"
 "$work/venv/bin/zenflow-train" --help >help.txt
