@@ -30,6 +30,9 @@ def assert_scores(got: torch.Tensor, x: torch.Tensor, channel_dim: str, importan
 @pytest.mark.parametrize("importance", IMPORTANCES)
 def test_scores_inside_poisoned_memory(shape, channel_dim, importance, device, dtype, poisoned):
     """D3, D7."""
+    turn = SHAPES.index(shape) + (channel_dim == "row") + (dtype == torch.bfloat16)
+    if device == "cpu" and importance != IMPORTANCES[turn % 2]:
+        pytest.skip("the interpreter is slow: each shape, channel and dtype with one importance, on a GPU with both")
     pad = Padded(device)
     x = pad.hold(values(shape, torch.Generator().manual_seed(3), spread=1.0).to(dtype), shift=1)
     scores = channel_scores(x, channel_dim, importance)
