@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import DTYPES, make_gradients, make_parameters
+from tests.soak.settings import draw_places, draw_settings
 
 # Where a fault strikes: in the trainer's own process, by the name of a function in `faults.py`, or from the driver.
 LETHAL = ("kill", "kill in a step", "stop for good", "flip a bit", "foreign ready", "lost slot", "worker error")
@@ -38,6 +39,7 @@ class Scenario:
     seed: int
     shapes: list[tuple[int, ...]] = field(init=False)
     dtype: torch.dtype = field(init=False)
+    passes: int = field(init=False)  # backward passes a step
     settings: dict[str, Any] = field(init=False)
     groups: list[dict[str, Any]] = field(init=False)
     steps: int = field(init=False)
@@ -48,10 +50,8 @@ class Scenario:
         draw = random.Random(self.seed)
         self.dtype = draw.choice([*DTYPES.values()])
         self.shapes = [(24, 16), *(self._shape(draw) for _ in range(draw.randint(1, 5)))]
-        self.settings = self._settings(draw)
-        later = random.Random(-1 - self.seed)
-        self.settings["stagger"] = later.random() < 0.4
-        self.settings["weight_prediction"] = later.choice([0.0, 0.0, 1.0])
+        self.passes = draw.choice([1, 1, 2, 3])
+        self.settings = draw_settings(draw, self.dtype, self.passes)
         self.groups = [
             {"lr": draw.choice([0.01, 0.03]), "weight_decay": draw.choice([0.0, 0.2]), "betas": (0.9, beta2)}
             for beta2 in (0.99, 0.999)
@@ -72,24 +72,18 @@ class Scenario:
     def _shape(draw: random.Random) -> tuple[int, ...]:
         return tuple(draw.choice([1, 3, 8, 13, 31, 64]) for _ in range(draw.choice([1, 2, 2, 3])))
 
-    @staticmethod
-    def _settings(draw: random.Random) -> dict[str, Any]:
-        on_host = draw.random() < 0.4
-        return {
-            "topk_ratio": draw.choice([0.0, 0.1, 0.5]),
-            "update_interval": draw.choice([1, 2, 3, 5]),
-            "select_interval": draw.choice([2, 5, 50]),
-            "full_warm_up_rounds": draw.choice([0, 0, 3]),
-            "overlap_step": draw.random() < 0.7,
-            "channel_dim": draw.choice(["column", "row"]),
-            "accumulate_on": "host" if on_host else "gpu",
-            "deferred_rule": draw.choice(["accumulate", "replay"]) if on_host else "accumulate",
-            "upload": draw.choice(["backward", "step"]),
-            "max_grad_norm": draw.choice([None, 0.5]),
-            "bucket_bytes": draw.choice([64, 512, 1 << 20]),
-            "min_deferred_numel": 0,
-            "worker_threads": draw.choice([1, 2]),
-        }
+    def settings_from(self, step: int) -> dict[str, Any]:
+        """Those of a trainer that starts, step 0, or goes on after `step` steps, on another machine as it were."""
+        return (
+            self.settings
+            if step == 0
+            else self.settings | draw_places(random.Random(f"{self.seed} {step}"), self.passes)
+        )
+
+    @property
+    def defers(self) -> bool:
+        """Whether there is a matrix with deferred channels, and so a worker; the first one is large enough for all."""
+        return self.settings["topk_ratio"] != 1
 
     @property
     def skipped(self) -> int:

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.engine.driving import INTEGERS, backward
+from tests.engine.driving import INTEGERS
 from tests.soak.faults import Striker, bad_start, can_strike, is_named
 from tests.soak.scenario import AT_START, FROM_OUTSIDE, LETHAL, Fault, Scenario
 from zenflow import WorkerError, ZenFlow
@@ -36,6 +36,12 @@ def digest(parameters: list[nn.Parameter]) -> str:
             parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()]).numpy().tobytes()
         )
     return found.hexdigest()
+
+
+def accumulate(parameters: list[nn.Parameter], grads: list[Tensor], share: float) -> None:
+    """Add that share of these gradients to `.grad`, by a backward pass that hooks can see."""
+    parts = [(parameter * (share * grad)).float().sum() for parameter, grad in zip(parameters, grads, strict=True)]
+    torch.stack(parts).sum().backward()
 
 
 def held() -> tuple[int, int]:
@@ -95,7 +101,8 @@ class Trainer:
             self.tell("wrong", f"{self.outstanding} was not noticed")
 
     def _train(self, step: int) -> None:
-        backward(self.parameters, self.gradients[step])
+        for _ in range(self.scenario.passes):
+            accumulate(self.parameters, self.gradients[step], 1 / self.scenario.passes)
         self.engine.step()
         self.engine.zero_grad()
 
@@ -151,7 +158,7 @@ class Trainer:
             refused = error.with_traceback(None)
         self._close()
         self.parameters = []
-        if refused is None and fault.kind == "kill at start" and any(len(shape) > 1 for shape in self.scenario.shapes):
+        if refused is None and fault.kind == "kill at start" and self.scenario.defers:
             self.tell("wrong", f"{fault} was not noticed")
         elif refused is not None and is_named(fault.kind, refused):
             self.tell("refused", fault.index)
@@ -164,7 +171,7 @@ class Trainer:
     def _build(self) -> None:
         step, state = self.saved
         self.parameters = self.scenario.parameters(fresh=not state)
-        self.engine = ZenFlow(self.scenario.param_groups(self.parameters), **self.scenario.settings)
+        self.engine = ZenFlow(self.scenario.param_groups(self.parameters), **self.scenario.settings_from(step))
         if state:
             self.engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
 
