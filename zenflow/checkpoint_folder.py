@@ -9,7 +9,6 @@ SHA-256, so that `load` gives back what was saved, bit for bit, or refuses. Noth
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from zenflow import safetensors_file
 from zenflow.disk import check_room, opened, room_for, sync
 from zenflow.folder_lock import locked
+from zenflow.own_lock import OwnLock
 from zenflow.state_tree import flatten, restore
 
 FORMAT = "zenflow-checkpoint"
@@ -216,9 +216,9 @@ def _scratch(parent: Path) -> Iterator[Path]:
 
 def _remove_leftovers(parent: Path) -> None:
     for path in parent.glob(f".*{LEFTOVER}"):
-        with suppress(OSError), opened(path) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the process that made it lives
-            shutil.rmtree(path)
+        with suppress(OSError), closing(OwnLock(path, os.O_RDONLY | os.O_DIRECTORY)) as lock:
+            if lock.take():  # not while the process that made it lives
+                shutil.rmtree(path)
 
 
 def _write(path: Path, content: bytes) -> None:

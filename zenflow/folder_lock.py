@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+from zenflow.own_lock import OwnLock
 
 WAIT_SECONDS = 60.0  # who holds it removes what killed processes have left, and makes a folder
 POLL_SECONDS = 20e-3
@@ -26,36 +27,36 @@ def locked(descriptor: int, folder: Path) -> Iterator[None]:
 
     FolderBusyError after WAIT_SECONDS seconds. Where a file system knows no locks, nothing happens.
     """
-    _lock(descriptor, folder)
+    lock = OwnLock(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=descriptor)
     try:
+        _take(lock, folder)
         yield
     finally:
-        # To close it would not do: a process that was forked meanwhile has the descriptor, too, and the lock with it.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        lock.close()
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _take(lock: OwnLock, folder: Path) -> None:
     end, told = time.monotonic() + WAIT_SECONDS, False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        except OSError:
-            return
+    while not _is_taken(lock):
         if time.monotonic() >= end:
             raise FolderBusyError(
                 errno.ETIMEDOUT,
-                f"{holder(descriptor)} has kept this folder locked for {WAIT_SECONDS:g} seconds; continue it "
+                f"{holder(lock.descriptor)} has kept this folder locked for {WAIT_SECONDS:g} seconds; continue it "
                 "(kill -CONT) or end it, or use another folder",
                 str(folder),
             )
         if not told:
-            log.warning("waiting for %s, which has locked %s", holder(descriptor), folder)
+            log.warning("waiting for %s, which has locked %s", holder(lock.descriptor), folder)
             told = True
         time.sleep(POLL_SECONDS)
+
+
+def _is_taken(lock: OwnLock) -> bool:
+    """True where a file system knows no locks, too."""
+    try:
+        return lock.take()
+    except OSError:
+        return True
 
 
 def holder(descriptor: int) -> str:

@@ -93,7 +93,7 @@ def test_where_there_are_no_locks_nothing_is_waited_for(tmp_path: Path, monkeypa
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr("zenflow.own_lock.fcntl.flock", refuse)
     save(tmp_path / "saved", {"x": 1})
     assert load(tmp_path / "saved") == {"x": 1}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from zenflow.own_lock import OwnLock
 from zenflow.training.errors import InputError
 
 NAME = "metrics.jsonl"
@@ -19,16 +20,15 @@ class MetricsFile:
     `lines` are those from before; what was written after them is cut away by `cut`: a run that goes on tells it again.
     """
 
-    def __init__(self, file: BinaryIO, end: int = 0, lines: list[dict[str, Any]] | None = None) -> None:
-        self._file, self._end = file, end
+    def __init__(self, file: BinaryIO, lock: OwnLock, end: int = 0, lines: list[dict[str, Any]] | None = None) -> None:
+        self._file, self._lock, self._end = file, lock, end
         self.lines = lines or []
 
     @classmethod
     def create(cls, folder: Path) -> Self:
         """The file of a run that begins. FileExistsError if there is one."""
         file = open(folder / NAME, "xb")  # noqa: SIM115 (closed by `close`)
-        _lock(file, folder)
-        return cls(file)
+        return cls(file, _lock(file, folder))
 
     @classmethod
     def take_up(cls, folder: Path, end: int, step: int) -> Self:
@@ -40,12 +40,12 @@ class MetricsFile:
             file = os.fdopen(os.open(folder / NAME, os.O_RDWR | (0 if end else os.O_CREAT), 0o666), "r+b")
         except OSError as error:
             raise InputError(f"{folder / NAME} cannot be opened ({error.strerror}); resume goes on with it.") from error
+        lock = _lock(file, folder)
         try:
-            _lock(file, folder)
-            content = file.read(end)
-            return cls(file, end, _told(content, folder / NAME, end, step))
+            return cls(file, lock, end, _told(file.read(end), folder / NAME, end, step))
         except BaseException:
             file.close()
+            lock.close()
             raise
 
     def cut(self) -> None:
@@ -64,7 +64,9 @@ class MetricsFile:
         return self._file.tell()
 
     def close(self) -> None:
+        """Let go of file and lock."""
         self._file.close()
+        self._lock.close()
 
 
 def is_evaluation(line: dict[str, Any]) -> bool:
@@ -87,11 +89,14 @@ def _told(content: bytes, path: Path, end: int, step: int) -> list[dict[str, Any
     return lines
 
 
-def _lock(file: BinaryIO, folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise InputError(f"Another process trains in {folder}; wait until it has ended, or end it.") from error
-    except OSError:  # a file system without locks
-        pass
+def _lock(file: BinaryIO, folder: Path) -> OwnLock:
+    """The lock that says that this process trains in the folder; InputError, with the file closed, if another does."""
+    with ExitStack() as undo:
+        undo.callback(file.close)
+        lock = OwnLock(folder / NAME, os.O_RDWR)
+        undo.callback(lock.close)
+        with suppress(OSError):  # a file system without locks
+            if not lock.take():
+                raise InputError(f"Another process trains in {folder}; wait until it has ended, or end it.")
+        undo.pop_all()
+    return lock
