@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _guard = threading.RLock()  # nobody forks while `_held` and the open descriptors disagree
@@ -39,6 +40,8 @@ class OwnLock:
         """Let go, once; nothing in a child, which has let go already."""
         with _guard:
             if self in _held:
+                with suppress(OSError):  # to close it would not do: a child may not have come to close its own yet
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)
                 self._let_go()
                 _held.discard(self)
 

@@ -37,6 +37,7 @@ ENDS = {
     ("worker", "_attach"): "the descriptors follow their message, or the pipe ends",
     ("folder_lock", "_take"): "20 ms at a time, a minute at most",
     ("own_lock", "take"): "flock that is told not to wait",
+    ("own_lock", "close"): "flock that lets go, which never waits",
     ("driver", "stream_words"): "a stream of its own, on which nothing waits for the worker",
     ("sending", "finish_copies"): "the device waits for the worker alone, and the watch releases it",
     ("selection", "_order"): "as finish_copies",
