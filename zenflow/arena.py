@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -190,19 +190,15 @@ class Arena:
         cores: the CPUs that the threads run on; new pages come from these CPUs' NUMA node.
         """
         _libc.madvise(self.address, self.nbytes, _MADV_HUGEPAGE)
-        self._collapse_until = time.monotonic() + HUGE_PAGE_SECONDS
+        deadline = time.monotonic() + HUGE_PAGE_SECONDS
         with ThreadPoolExecutor(max(1, threads), initializer=_bind_thread, initargs=(cores,)) as pool:
-            for _ in pool.map(self._populate, self._chunks()):
+            for _ in pool.map(partial(self._populate, deadline), range(0, self.nbytes, POPULATE_CHUNK)):
                 pass
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.nbytes, POPULATE_CHUNK):
-            yield start, min(POPULATE_CHUNK, self.nbytes - start)
-
-    def _populate(self, chunk: tuple[int, int]) -> None:
-        start, length = chunk
-        huge = huge_page_bytes()
-        if 0 < huge <= length and time.monotonic() < self._collapse_until:
+    def _populate(self, deadline: float, start: int) -> None:
+        """One chunk; in huge pages where that can be had before the deadline, on the monotonic clock."""
+        length, huge = min(POPULATE_CHUNK, self.nbytes - start), huge_page_bytes()
+        if 0 < huge <= length and time.monotonic() < deadline:
             # A huge page is made from one that holds something: a read gives each a first small page.
             self.array(np.uint8, start, length)[::huge].max()
             _libc.madvise(self.address + start, length // huge * huge, _MADV_COLLAPSE)

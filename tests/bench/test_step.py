@@ -21,7 +21,8 @@ from zenflow.bench.hog import hog
 from zenflow.bench.measure import measure
 from zenflow.bench.processes import family
 from zenflow.bench.registry import CONTESTANTS, Job
-from zenflow.bench.traffic import CHUNK_BYTES, Traffic
+from zenflow.bench.traffic import Traffic
+from zenflow.copy_streams import TURN_BYTES
 
 SMALL = ["step", "--shape", "tiny", "--batch", "2", "--length", "16", "--windows", "2", "--device", "cpu"]
 JOB = Job("floor", "floor", "tiny", batch=1, length=8, warm_up=1, steps=1, window=1, device="cpu")
@@ -105,7 +106,7 @@ MEASURED = {
 
 
 def test_red_tests_leave_no_ratio(tmp_path, tests, monkeypatch, capsys):
-    monkeypatch.setattr("zenflow.bench.step.run_job", lambda *_: MEASURED)
+    monkeypatch.setattr("zenflow.bench.step_session.run_job", lambda *_: MEASURED)
     code = main([*SMALL, *tests("assert False"), "--trainers", "floor", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert code == 1
@@ -122,8 +123,8 @@ def test_the_floor_and_launching_beside_a_hog(tmp_path, tests, monkeypatch):
         seen.append((job.label, job.batch, bool(_benches())))
         return MEASURED | {"mean_ms": 10.0 + 5 * (job.batch == 1) + 10 * seen[-1][2]}
 
-    monkeypatch.setattr("zenflow.bench.step.run_job", measured)
-    monkeypatch.setattr("zenflow.bench.step.physical_cores", lambda: [(0,), (1,)])
+    monkeypatch.setattr("zenflow.bench.step_session.run_job", measured)
+    monkeypatch.setattr("zenflow.bench.contention.physical_cores", lambda: [(0,), (1,)])
     words = [*SMALL, *tests("pass"), "--trainers", "floor", "--contention", "1", "--hog-matrices", "1"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     names = ["floor alone", "floor beside 1 threads"]
@@ -149,7 +150,7 @@ def test_copies_go_on_beside_the_steps(copies):
     while traffic.totals()["copied_bytes"] < 1 << 30:
         traffic.top_up()
     torch.cuda.synchronize()
-    assert traffic.totals()["copied_bytes"] % CHUNK_BYTES == 0
+    assert traffic.totals()["copied_bytes"] % TURN_BYTES == 0
 
 
 def test_a_child_that_takes_too_long_is_killed(tmp_path):

@@ -10,7 +10,7 @@ ORDERS = {
     "a: done before the upload": "zenflow.uploading:Uploader.upload",
     "a: backward before the uploads in step()": "zenflow.uploads:Uploads.queue_rest",
     "b: uploads before the selected masters": "zenflow.uploading:Uploader.wait_for_uploads",
-    "c: the fold before the copy": "zenflow.sending:Sender._follow_compute",
+    "c: the fold before the copy": "zenflow.copy_streams:CopyStreams.follow_compute",
     "c: the upload before ready": "zenflow.sending:Sender._send_segment",
     "d: the copy before the next fold": "zenflow.sending:Sender.wait_for_copies",
     "e: a turn's last window is done before its records are written": "zenflow.sending:Sender._free_records",

@@ -111,7 +111,8 @@ class NotingEngine:
 
     def _give_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sender, uploader, client = self.pipeline.sender, self.pipeline.uploader, self.pipeline.client
-        sender.stream, uploader.stream, sender._copied = self.copies, self.uploads, NotingEvent(self)
+        # The other copy stream adds nothing to the order: what the one whose turn it is does comes after it.
+        sender._copies.stream, uploader.stream, sender._copied = self.copies, self.uploads, NotingEvent(self)
         words = NotingWords(self, client) if self.setup.stream_words else None
         sender._words = NotingWords(self, client)
         uploader._words = words

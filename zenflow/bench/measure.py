@@ -13,10 +13,8 @@ from torch import Tensor
 
 from zenflow.bench.ours import Floor
 from zenflow.bench.processes import host_bytes, used_bytes
-from zenflow.bench.registry import CONTESTANTS, Job
+from zenflow.bench.registry import CONTESTANTS, LAUNCH_LENGTH, Job
 from zenflow.bench.shapes import build_model, make_batches
-
-LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to do
 
 
 def measure(job: Job) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from zenflow.config import usual_delay
 from zenflow.training.errors import InputError
+from zenflow.training.schema import SimulatedEngine
 
 Values = dict[str, Hashable]
 
@@ -19,9 +20,8 @@ ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "ze
 SIMULATED = "simulated"
 ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
-SIMULATED_KEYS = tuple(
-    f"engine.{name}" for name in ("betas_per_window", "second_moment", "delay_compensation", "growing_rounds")
-)  # which no other engine has
+# Which no other engine has.
+SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
