@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import os
 import random
 import sysconfig
 import zlib
@@ -269,9 +270,11 @@ def _labelled(path: Path, config: DataConfig) -> Labelled:
 
 
 def _stdlib(folder: Path, config: DataConfig) -> Documents:
-    paths = sorted(
-        path for path in folder.rglob("*.py") if not STDLIB_SKIPPED.intersection(path.relative_to(folder).parts)
-    )
+    paths = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = set(folders) - STDLIB_SKIPPED  # not walked at all: they may hold far more than the rest
+        paths += [Path(place, name) for name in files if name.endswith(".py")]
+    paths.sort()
     if len(paths) < 2:
         raise InputError(f"{folder} has {len(paths)} Python files; data.kind=stdlib needs at least 2.")
     random.Random(SPLIT_SEED).shuffle(paths)
