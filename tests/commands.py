@@ -8,15 +8,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from zenflow.training import sources
-from zenflow.training.schema import DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {
@@ -49,24 +45,10 @@ class Outcome:
         return [json.loads(line) for line in (self.folder / job / "metrics.jsonl").read_text().splitlines()]
 
 
-_read_stdlib = sources._stdlib
-
-
-@cache
-def _stdlib_once(folder: Path, held_out: float, max_characters: int | None) -> sources.Documents:
-    return _read_stdlib(folder, DataConfig(held_out=held_out, max_characters=max_characters))
-
-
-def _stdlib(folder: Path, config: DataConfig) -> sources.Documents:
-    """Python's own sources do not change while the tests run: every folder is walked and read once."""
-    return _stdlib_once(folder, config.held_out, config.max_characters)
-
-
 def runner(main: Callable[[], None], name: str, tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
     """`run("debug=smoke", ...)`: the command with these, its outputs in a fresh folder or the given one."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "_stdlib", _stdlib)
     root, before, threads = logging.getLogger(), list(logging.getLogger().handlers), torch.get_num_threads()
 
     def run(*arguments: str, folder: Path = tmp_path / "out" / "run") -> Outcome:
