@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 
-HIGH = 0.95  # share of a window's time that the work may fill before threads are added
+HIGH = 0.95  # share of the time that the work may fill before threads are added
 AIM = 0.9  # the share up to which threads are taken away
-RUN = 2  # windows in a row that must be so short, and that a trial of more threads lasts
-GAIN = 0.97  # a trial's windows must come within this share of the time that they took before
-PATIENCE = 16  # windows after a trial without gain until the next
+RUN_NS = 1_000_000_000  # over which the share is taken: some steps, of which single ones take half as long again
+RUN_WINDOWS = 2  # of which a run has at least so many
+GAIN = 0.97  # with more threads, windows must come within this share of the time that they took before
+PATIENCE_NS = 20_000_000_000  # after more threads without gain, until the next trial
 
 
 class Pace:
@@ -26,10 +27,10 @@ class Pace:
         self.most, self.adapt = most, adapt
         self._threads = -(-2 * most // 3) if adapt else most
         self._began: int | None = None  # when the first slot of the last window came; None if that does not count
-        self._busy = 0  # ns
-        self._windows: list[tuple[int, float]] = []  # period in ns and share, of those with this number of threads
-        self._trial: tuple[int, int] | None = None  # the threads before it, and their windows' period
-        self._patience = 0
+        self._busy = 0  # ns of the last window
+        self._run = 0, 0, 0  # windows with this number of threads, their ns, the ns that were work
+        self._trial: tuple[int, float] | None = None  # the threads before it, and their windows' mean ns
+        self._patient_until = -math.inf
 
     def begin(self, now: int, urgent: bool) -> int:
         """A window's first slot is there, at `now` ns: the threads for this window.
@@ -37,7 +38,10 @@ class Pace:
         urgent: the trainer waits for its result, so it takes all threads, and nothing is learned from its time.
         """
         if self.adapt and self._began is not None and now > self._began:
-            self._follow(now - self._began)
+            windows, total, work = self._run
+            self._run = windows + 1, total + now - self._began, work + self._busy
+            if windows + 1 >= RUN_WINDOWS and self._run[1] >= RUN_NS:
+                self._decide(now)
         self._began, self._busy = None if urgent else now, 0
         return self.most if urgent else self._threads
 
@@ -45,27 +49,14 @@ class Pace:
         """A slot of this window has taken so long."""
         self._busy += nanoseconds
 
-    def _follow(self, period: int) -> None:
-        """Learn from a window that took `period` ns until the next one came."""
-        self._windows = [*self._windows, (period, self._busy / period)][-RUN:]
-        self._patience = max(0, self._patience - 1)
-        shares = [share for _, share in self._windows]
-        shortest = min(period for period, _ in self._windows)
-        if self._trial is not None:
-            if len(shares) < RUN:
-                return
-            before, trial = self._trial
-            self._trial = None
-            if shortest > GAIN * trial:
-                self._patience = PATIENCE
-                self._take(before)
-                return
-        if shares[-1] > HIGH and self._threads < self.most and not self._patience:
-            self._trial = self._threads, shortest
-            self._take(min(self.most, self._threads + max(1, self._threads // 2)))
-        elif len(shares) == RUN and (fewer := math.ceil(self._threads * max(shares) / AIM)) < self._threads:
-            self._take(max(1, fewer))
-
-    def _take(self, threads: int) -> None:
-        self._threads = threads
-        self._windows.clear()
+    def _decide(self, now: int) -> None:
+        windows, total, work = self._run
+        mean, share, before = total / windows, work / total, self._trial
+        self._run, self._trial = (0, 0, 0), None
+        if before is not None and mean > GAIN * before[1]:
+            self._threads, self._patient_until = before[0], now + PATIENCE_NS
+        elif share > HIGH and self._threads < self.most and now >= self._patient_until:
+            self._trial = self._threads, mean
+            self._threads = min(self.most, self._threads + max(1, self._threads // 2))
+        else:
+            self._threads = max(1, min(self._threads, math.ceil(self._threads * share / AIM)))
