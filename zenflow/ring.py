@@ -10,8 +10,9 @@ then raises `done` to n. Which segment comes next is for the trainer to say: the
 
 Records come in two *turns*: a segment's k-th window (k = 0, 1, ...) takes turn k % 2, so that the trainer can write the
 next window's while the worker reads. A turn holds one window record (what is the same for all buckets: sequence number
-of the first, window, steps and the place of their first, scalars, presence, checksum; and the device's log, a place for
-each of the latest `max_steps` steps, taken in turn) and one slot record a bucket (`ready`, and the worker's times).
+of the first, window, steps and the place of their first, scalars, presence, checksum; the device's log, a place for
+each of the latest `max_steps` steps, taken in turn; and `sent`) and one slot record a bucket (`ready`, and the worker's
+times). `sent` becomes the last slot's number behind that slot's `ready`: a lost slot is noticed by what comes after it.
 A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done` has reached the last number
 that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it has reached the bucket's last
 number. Two shadows go by turns too. `ring_layout.py` has the bytes.
@@ -101,6 +102,8 @@ class SegmentMemory:
             [first + self.layout.slot.itemsize * (turn * n_buckets + bucket) for bucket in range(n_buckets)]
             for turn in (0, 1)
         ]
+        offset = self.layout.window.fields["sent"][1]
+        self._sent = [front.address + self.layout.window.itemsize * turn + offset for turn in (0, 1)]
         self._uses = [0] * n_buckets  # windows that the trainer has written
         self._last_seq = [0, 0]  # of the window in each turn
 
@@ -157,6 +160,18 @@ class SegmentMemory:
     def publish(self, bucket: int, turn: int, seq: int) -> None:
         """Set `ready` with release: for a trainer whose payload is written by the CPU."""
         native.store_release(self._ready[turn][bucket], seq)
+
+    def sent_word(self, turn: int) -> np.ndarray:
+        """A view of `sent`, int64 `[1]`, to be made once and kept."""
+        return self._fields["sent"][turn : turn + 1]
+
+    def sent(self, turn: int) -> int:
+        """The last slot of the latest window of this turn that has been sent whole, read with acquire; 0: none."""
+        return native.load_acquire(self._sent[turn])
+
+    def end_window(self, turn: int, seq: int) -> None:
+        """Set `sent` with release, behind the last `publish`: for a trainer whose payload is written by the CPU."""
+        native.store_release(self._sent[turn], seq)
 
     def write_slot(
         self,
@@ -266,6 +281,6 @@ class SegmentMemory:
         self.master = self.exp_avg = self.exp_avg_sq = EMPTY.view(np.float32)
         self.channel_step = EMPTY.view(np.int32)
         self.windows, self.slots = np.empty(0, dtype=self.layout.window), np.empty((2, 0), dtype=self.layout.slot)
-        self._fields, self._ready, self._uses = {}, [[], []], []
+        self._fields, self._ready, self._sent, self._uses = {}, [[], []], [], []
         for arena in self.arenas:
             arena.close()

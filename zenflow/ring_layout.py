@@ -33,6 +33,7 @@ class Layout:
         present = 32 + 40 * steps * groups
         crc = _up(present + steps * matrices, 8)
         device = _up(crc + 8, 64)
+        sent = _up(device + 4 * log_words(steps), 64)
         window = {
             "seq": ("u8", 0),
             "window": ("u8", 8),
@@ -45,10 +46,11 @@ class Layout:
             "present": (("u1", (steps, matrices)), present),
             "crc": ("u8", crc),
             "device_log": (("i4", (log_words(steps),)), device),
+            "sent": ("i8", sent),
         }
         # The device writes the first word and the worker the others: a cache line for each.
         slot = {"ready": ("i8", 0), "started_ns": ("u8", 64), "finished_ns": ("u8", 72)}
-        return cls(_record(window, _up(device + 4 * log_words(steps), 64)), _record(slot, 128), crc)
+        return cls(_record(window, sent + 64), _record(slot, 128), crc)
 
 
 def _record(fields: dict[str, tuple], itemsize: int) -> np.dtype:

@@ -182,14 +182,22 @@ class Sender:
         self._telemetry.add(bytes_to_host=target.nbytes)
 
     def _raise_ready(self, item: Sent, word: Tensor) -> None:
-        """Behind the payload: by the stream itself, by a copy where the driver cannot, by this thread on the CPU."""
-        slot = item.storage.slots[item.turn][item.bucket.index]
+        """Behind the payload: by the stream itself, by a copy where the driver cannot, by this thread on the CPU.
+
+        Behind the last of a window comes the word which says so, in the same way.
+        """
+        storage, is_last = item.storage, item.bucket is item.storage.segment.buckets[-1]
+        targets = [storage.slots[item.turn][item.bucket.index], *([storage.ends[item.turn]] if is_last else ())]
         if self._words is not None:
-            self._words.write(self.stream, slot.address, item.seq)
+            for target in targets:
+                self._words.write(self.stream, target.address, item.seq)
         elif self.stream is not None:
-            slot.ready.copy_(word[:1], non_blocking=True)
+            for target in targets:
+                target.value.copy_(word[:1], non_blocking=True)
         else:
-            item.storage.memory.publish(item.bucket.index, item.turn, item.seq)
+            storage.memory.publish(item.bucket.index, item.turn, item.seq)
+            if is_last:
+                storage.memory.end_window(item.turn, item.seq)
 
     def _ready_words(self, count: int) -> Tensor:
         """The coming sequence numbers on the device, int64 `[count]`; empty unless they have to be copied."""

@@ -27,8 +27,8 @@ class SegmentStorage:
     `weights` `[numel]` and `accumulator` `[numel]` (None where the worker sums the gradients) are on the device; `ring`
     `[lanes * numel]` and `shadows` `[numel]` are their counterparts on the host, `state` the worker's master and
     moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. There is one shadow, for fp32 weights the master
-    itself, or two by turn where results are predicted; `shows_prediction`: some that are visible may be. `logs` and
-    `slots` are by turn, `slots` by bucket too.
+    itself, or two by turn where results are predicted; `shows_prediction`: some that are visible may be. `logs`,
+    `slots` and `ends` are by turn, `slots` by bucket too.
     """
 
     def __init__(self, segment: Segment, cohort: int, device: torch.device, cores: Sequence[int]) -> None:
@@ -52,7 +52,9 @@ class SegmentStorage:
         pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
         pins.add(self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow))
         self.logs = [torch.from_numpy(memory.slot_record(turn, 0).device_log) for turn in (0, 1)]
-        self.slots = [[SlotWord(memory, turn, bucket.index, device) for bucket in segment.buckets] for turn in (0, 1)]
+        ready = [[memory.slot_record(turn, bucket.index).ready for bucket in segment.buckets] for turn in (0, 1)]
+        self.slots = [[HostWord(word, device) for word in words] for words in ready]
+        self.ends = [HostWord(memory.sent_word(turn), device) for turn in (0, 1)]
         self.weights = torch.zeros(segment.numel, dtype=weight_dtype, device=device)
         self.accumulator: Tensor | None = None
         if not segment.keeps_steps:
@@ -87,7 +89,7 @@ class SegmentStorage:
         empty = torch.empty(0, device="cpu")
         self.ring = self.channel_step = empty
         self.state, self.shadows = (empty, empty, empty), [empty]
-        self.logs, self.slots = [], []
+        self.logs, self.slots, self.ends = [], [], []
 
 
 def _free(pins: Pins, memory: SegmentMemory) -> None:
@@ -95,13 +97,13 @@ def _free(pins: Pins, memory: SegmentMemory) -> None:
     memory.close()
 
 
-class SlotWord:
-    """A slot's `ready` word, int64 `[1]`, and its address on the device where a stream can write it."""
+class HostWord:
+    """A word of the records, int64 `[1]`, and its address on the device where a stream can write it."""
 
-    def __init__(self, memory: SegmentMemory, turn: int, bucket: int, device: torch.device) -> None:
-        self.ready = torch.from_numpy(memory.slot_record(turn, bucket).ready)
+    def __init__(self, word: np.ndarray, device: torch.device) -> None:
+        self.value = torch.from_numpy(word)
         words = stream_words(device)
-        self.address = 0 if words is None else words.device_address(self.ready.data_ptr())
+        self.address = 0 if words is None else words.device_address(self.value.data_ptr())
 
 
 def new_segment(

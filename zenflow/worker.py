@@ -97,22 +97,16 @@ class Worker:
         return next((place for place in self._candidates() if place.ready() == seq), None)
 
     def _check_order(self) -> None:
-        """A later slot must not be ready before an earlier one: then the earlier one has been lost."""
+        """Neither a later slot nor the window's end may come before the slot that is due: then that has been lost."""
         next_slot = self.done + 1
         for place in self._candidates():
-            if place.ready(later=True) != place.last[place.turn ^ 1] and self._find(next_slot) is None:
-                raise TornSlotError(f"bucket {place.bucket}: the next window is ready before slot {next_slot}")
-            following = self._following(place)
+            following, last = self._following(place), place.work.memory.sent(place.turn)
             if following is not None and following.ready() == next_slot + 1 and self._find(next_slot) is None:
                 raise TornSlotError(
                     f"slot {next_slot + 1} (bucket {following.bucket}) is ready before slot {next_slot}"
                 )
-        for places in self.segments if self.due is not None else ():
-            ready = places[0].ready()
-            if ready > next_slot and self._find(next_slot) is None:
-                raise TornSlotError(
-                    f"slot {ready} (segment {places[0].work.memory.segment.index}) is ready before slot {next_slot}"
-                )
+            if last >= next_slot and self._find(next_slot) is None:
+                raise TornSlotError(f"slot {next_slot} has not come, but its window has been sent, up to slot {last}")
 
     def _following(self, place: Place) -> Place | None:
         """The next place in the same segment."""
@@ -201,9 +195,9 @@ class Place:
         records = [work.memory.slot_record(turn, bucket) for turn in (0, 1)]
         self._times = [(record.started_ns, record.finished_ns) for record in records]
 
-    def ready(self, later: bool = False) -> int:
-        """The `ready` word of the slot that is due, or of the bucket's next one."""
-        return self.work.memory.ready(self.bucket, self.turn ^ later)
+    def ready(self) -> int:
+        """The `ready` word of the slot that is due."""
+        return self.work.memory.ready(self.bucket, self.turn)
 
     def finish(self, seq: int, started: int) -> int:
         """Note the times of the slot that has been processed, and take the other turn; CLOCK_MONOTONIC now, in ns."""

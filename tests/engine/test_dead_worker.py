@@ -16,6 +16,7 @@ from torch import nn
 from tests.engine.driving import environment, make_parameters, run_steps
 from tests.processes import ends_within, shared_descriptors, shared_mappings, within
 from zenflow import WorkerError, ZenFlow
+from zenflow.storage import HostWord
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
 LIMIT = 5.0  # seconds in which a dead worker must be noticed
@@ -62,6 +63,26 @@ def test_e7_a_dead_worker_is_noticed_long_before_the_window_ends(device: str) ->
     engine.close(flush=False)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20], ids=["buckets", "one-bucket"])
+def test_the_last_slot_of_all_is_missed_though_nothing_follows_it(
+    bucket_bytes: int, overlap: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `ready` is lost, and the trainer waits for that very slot."""
+    parameters = make_parameters(dtype=torch.bfloat16, device=device)
+    engine = ZenFlow(parameters, **SETTINGS | {"bucket_bytes": bucket_bytes, "overlap_step": overlap})
+    storage = engine._pipeline.storages[-1]
+    last, publish = storage.segment.buckets[-1].index, storage.memory.publish
+    lost = torch.zeros(1, dtype=torch.int64, pin_memory=device != "cpu").numpy()
+    for slots in storage.slots:
+        slots[last] = HostWord(lost, storage.weights.device)
+    monkeypatch.setattr(storage.memory, "publish", lambda at, *word: None if at == last else publish(at, *word))
+    run_steps(engine, parameters, 1)
+    with pytest.raises(WorkerError, match=r"exit code 1(.|\n)*TornSlotError: slot \d+ has not come, but its window"):
+        within(LIMIT, engine.flush)
+    engine.close(flush=False)
+
+
 @pytest.mark.parametrize("call", ["flush", "close", "state_dict", "channel_state"])
 def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
     parameters = make_parameters(dtype=torch.bfloat16, device=device)
@@ -83,6 +104,7 @@ def test_e2_the_trainer_can_read_after_the_worker_is_gone() -> None:
     script = """
 import os, signal, torch
 from zenflow import WorkerError, ZenFlow
+from zenflow.storage import HostWord
 weight = torch.nn.Parameter(torch.ones(8, 12))
 entries = set(os.listdir("/dev/shm"))
 engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)

@@ -1,7 +1,8 @@
 """How the worker finds the next slot: its own loop, over every moment at which a slot can become ready.
 
-Slots become ready in the order in which they were sent, as soon as the window before the last in their place is done;
-when that is between two looks of the worker is free. `Setup` says which slots there are: segments, buckets, windows.
+Slots become ready in the order in which they were sent, as soon as the window before the last in their place is done,
+and behind the last of a segment's window comes the word `sent`; when that is between two looks of the worker is free.
+`Setup` says which slots there are: segments, buckets, windows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from zenflow.ring import SlotRecord, TornSlotError
 from zenflow.window import WindowClock
 from zenflow.worker import Place, Worker
 
+SENT = -1  # in place of a bucket: the word behind the last slot of a segment's window
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -35,24 +38,32 @@ class Slot:
 
 
 @cache
-def slots_of(setup: Setup) -> tuple[Slot, ...]:
-    """All slots of a run, in their order."""
+def words_of(setup: Setup) -> tuple[Slot, ...]:
+    """All slots of a run, in their order, and the `sent` of each segment's windows, with its last slot's number."""
     clock = WindowClock(
         update_interval=setup.interval, select_interval=1 << 30, full_warm_up_rounds=0, visible_after=setup.delay
     )
     clock.cohorts = tuple(setup.cohorts)
     found: list[Slot] = []
+    seq = 0
     last = {(segment, turn): 0 for segment in range(setup.segments) for turn in (0, 1)}
     for step in range(1, setup.windows * setup.interval + 1):
         plan = clock.begin_step()
         ends = clock.cohorts if step in setup.selecting else plan.ends
         for segment in (number for number, cohort in enumerate(setup.cohorts) if cohort in ends):
-            turn = sum(slot.segment == segment for slot in found) // setup.buckets % 2
+            turn = sum((slot.segment, slot.bucket) == (segment, SENT) for slot in found) % 2
             for bucket in range(setup.buckets):
-                found.append(Slot(len(found) + 1, segment, bucket, turn, last[segment, turn]))
-            last[segment, turn] = len(found)
+                seq += 1
+                found.append(Slot(seq, segment, bucket, turn, last[segment, turn]))
+            found.append(Slot(seq, segment, SENT, turn, last[segment, turn]))
+            last[segment, turn] = seq
         clock.finish_step(ends)
     return tuple(found)
+
+
+def slots_of(setup: Setup) -> tuple[Slot, ...]:
+    """The slots alone."""
+    return tuple(slot for slot in words_of(setup) if slot.bucket != SENT)
 
 
 class Wrong(Exception):
@@ -62,14 +73,17 @@ class Wrong(Exception):
 class World:
     """What is ready, and one worker of the class `kind` that has processed `done` slots.
 
-    words: by sequence number, what a slot's `ready` becomes instead, None if it never does; script: how many slots
-    become ready before each look, as far as it goes; asked: how many there could have been.
+    words: by sequence number, what a slot's `ready` becomes instead, None if it never does; ready: how many of the
+    words have been written, `order` is theirs. script: which way they go on before each look, as far as it goes; asked:
+    how many other ways there were. Before the first look any number of words may have come; before another one, none,
+    or those up to one that this look is at: what else could have come may just as well come later.
     """
 
     def __init__(
         self, setup: Setup, words: dict[int, int | None], kind: type[Worker], done: int, ready: int, script: list[int]
     ) -> None:
-        self.slots, self.words, self.ready, self.script = slots_of(setup), words, ready, script
+        self.order, self.slots, self.words = words_of(setup), slots_of(setup), words
+        self.ready, self.script = ready, script
         self.asked: list[int] = []
         self.worker = self._make_worker(setup, kind)
         for slot in self.slots[:done]:
@@ -97,6 +111,7 @@ class World:
         memory = SimpleNamespace(
             segment=SimpleNamespace(index=segment),
             ready=lambda bucket, turn: self._look((segment, bucket, turn)),
+            sent=lambda turn: self._look((segment, SENT, turn)),
             slot_record=lambda turn, bucket: SlotRecord(*np.zeros((4, 1), dtype=np.int64)),
             window=lambda turn: 0,
             is_urgent=lambda turn: False,
@@ -105,29 +120,36 @@ class World:
         def process(bucket: int, seq: int, turn: int) -> None:
             slot = self.slots[self.worker.done] if self.worker.done < len(self.slots) else None
             expected = slot and (slot.seq, slot.segment, slot.bucket, slot.turn)
-            if (seq, segment, bucket, turn) != expected or slot.seq > self.ready or slot.seq in self.words:
+            if (seq, segment, bucket, turn) != expected or self.ready < self.place(slot.seq) or slot.seq in self.words:
                 what = f"slot {seq} was taken from segment {segment}, bucket {bucket}, turn {turn}"
                 # The record of a slot has its number, too: `SegmentMemory.read_slot`.
                 raise TornSlotError(what) if self.shows(self.ready) and seq in self.words.values() else Wrong(what)
 
         return SimpleNamespace(memory=memory, process=process, set_threads=lambda threads: None)
 
+    def place(self, seq: int) -> int:
+        """How many words have been written with this slot's `ready`."""
+        return next((n for n, slot in enumerate(self.order, start=1) if slot.seq == seq), len(self.order) + 1)
+
     def shows(self, ready: int) -> bool:
-        """Whether a fault can be seen when so many slots are ready: a lost one by the slot behind it."""
-        return any(ready >= seq + (word is None) for seq, word in self.words.items())
+        """Whether a fault can be seen when so many words have been written: a lost slot by the word behind it."""
+        return any(ready >= self.place(seq) + (word is None) for seq, word in self.words.items())
 
     def _look(self, place: tuple[int, int, int]) -> int:
         coming = 0
-        for slot in self.slots[self.ready :]:
+        for slot in self.order[self.ready :]:
             if slot.frees > self.worker.done:
                 break
             coming += 1
-        number = len(self.asked)
-        self.asked.append(coming)
-        self.ready += self.script[number] if number < len(self.script) else 0
+        number, ways = len(self.asked), [0]
+        for more, slot in enumerate(self.order[self.ready : self.ready + coming], start=1):
+            if number == 0 or (slot.segment, slot.bucket, slot.turn) == place:
+                ways.append(more)
+        self.asked.append(len(ways) - 1)
+        self.ready += ways[self.script[number] if number < len(self.script) else 0]
         found = 0
-        for slot in self.slots[: self.ready]:
-            word = self.words.get(slot.seq, slot.seq)
+        for slot in self.order[: self.ready]:
+            word = slot.seq if slot.bucket == SENT else self.words.get(slot.seq, slot.seq)
             if (slot.segment, slot.bucket, slot.turn) == place and word is not None:
                 found = word
         return found
@@ -191,4 +213,4 @@ def _judge(world: World, error: Exception | None, done: int, ready: int) -> str:
         return "" if world.shows(world.ready) else f"it raises {error}"
     if done + 1 in world.words:
         return f"it goes on without slot {done + 1}" if world.shows(ready) else ""
-    return f"slot {done + 1} is overlooked" if ready > done == world.worker.done else ""
+    return f"slot {done + 1} is overlooked" if ready >= world.place(done + 1) and done == world.worker.done else ""

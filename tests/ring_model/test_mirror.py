@@ -31,6 +31,7 @@ from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 
 DONE = -1
+SENT = -2  # where the words behind windows would be
 
 
 class NotingStream(Stream):
@@ -71,9 +72,12 @@ class NotingWords:
             self.client.wait_done(value)
 
     def write(self, stream: NotingStream, address: int, value: int) -> None:
-        stream.push(("ready", value), "")
         item = self.engine.raised
         assert item.seq == value
+        if address == SENT:  # no order hangs on it but the worker's search, which is `scan.py`'s matter
+            item.storage.memory.end_window(item.turn, value)
+            return
+        stream.push(("ready", value), "")
         item.storage.memory.publish(item.bucket.index, item.turn, value)
 
     def copy_to_device(self, stream: NotingStream, target: Tensor, source: Tensor) -> None:
@@ -117,6 +121,8 @@ class NotingEngine:
         sender._words = NotingWords(self, client)
         uploader._words = words
         for storage in self.pipeline.storages:
+            for word in storage.ends:
+                word.address = SENT
             for events in (storage.gradients_exist, storage.uploaded):
                 events += [NotingEvent(self) for _ in range(self.setup.buckets)]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)

@@ -26,7 +26,8 @@ SAYS = {
     "stop for good": "has shown no sign of life",
     "flip a bit": r"exit code 1(.|\n)*TornSlotError: slot \d+ .* is torn or out of order",
     "foreign ready": r"exit code 1(.|\n)*TornSlotError: .*ready is \d+ while slot \d+ is due",
-    "lost slot": r"exit code 1(.|\n)*TornSlotError: .*(is ready before slot \d+|ready is \d+ while slot \d+ is due)",
+    "lost slot": r"exit code 1(.|\n)*TornSlotError: .*(is ready before slot \d+|ready is \d+ while slot \d+ is due|"
+    r"slot \d+ has not come)",
     "worker error": r"exit code 1(.|\n)*Traceback(.|\n)*_exchange",
     "no descriptors": "Too many open files|descriptors",
     "no memory": r"needs [\d,]+ bytes of host memory, [\d,]+ bytes are available",
@@ -117,11 +118,11 @@ class Striker:
         self._at_a_slot(draw, lambda memory, bucket, turn, seq: seq + draw.randint(1, 1000))
 
     def _lost_slot(self, draw: random.Random) -> None:
-        self._at_a_slot(draw, lambda memory, bucket, turn, seq: None, last=False)
+        self._at_a_slot(draw, lambda memory, bucket, turn, seq: None)
 
-    def _at_a_slot(self, draw: random.Random, tamper: object, last: bool = True) -> None:
+    def _at_a_slot(self, draw: random.Random, tamper: object) -> None:
         """`tamper` with a slot of the next window, before its `ready`; it gives the number to publish, or None."""
-        memory, bucket = draw.choice(route(self.engine, last))
+        memory, bucket = draw.choice(route(self.engine))
         publish = memory.publish
 
         def tampering(at: int, turn: int, seq: int) -> None:
@@ -136,18 +137,14 @@ class Striker:
         memory.publish = tampering
 
 
-def route(engine: ZenFlow, last: bool) -> list[tuple[SegmentMemory, int]]:
-    """Buckets in the order in which they travel; without `last`, those behind which another one does in any case."""
-    storages = engine._pipeline.storages
-    together = [storages[-1:]] if len({storage.cohort for storage in storages}) == 1 else [[s] for s in storages]
-    cut = [] if last else [(part[-1].memory, part[-1].segment.buckets[-1].index) for part in together if part]
-    places = [(storage.memory, bucket.index) for storage in storages for bucket in storage.segment.buckets]
-    return [place for place in places if place not in cut]
+def route(engine: ZenFlow) -> list[tuple[SegmentMemory, int]]:
+    """Buckets, in the order in which they travel."""
+    return [(s.memory, bucket.index) for s in engine._pipeline.storages for bucket in s.segment.buckets]
 
 
-def can_strike(kind: str, engine: ZenFlow) -> bool:
-    """Whether there is what it needs: a worker, and for a lost slot another one behind it."""
-    return bool(route(engine, last=kind != "lost slot"))
+def can_strike(engine: ZenFlow) -> bool:
+    """Whether there is what it needs: a worker."""
+    return bool(route(engine))
 
 
 @contextmanager

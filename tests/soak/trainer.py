@@ -113,7 +113,7 @@ class Trainer:
             if fault.step > step or fault.index in self.struck or outside or self.outstanding is not None:
                 continue
             self.struck.add(fault.index)
-            if not can_strike(fault.kind, self.engine):
+            if not can_strike(self.engine):
                 continue
             self.tell("struck", fault.index)
             if fault.kind in LETHAL:

@@ -78,7 +78,7 @@ def test_fields_of_a_record_do_not_overlap(segment: Segment) -> None:
         assert spans[-1][1] <= record.itemsize and record.itemsize % 64 == 0
         assert all(offset % dtype.base.itemsize == 0 for dtype, offset in record.fields.values())
     covered = [name for name, (_, offset) in layout.window.fields.items() if offset < layout.host_bytes]
-    assert set(layout.window.names) - set(covered) == {"crc", "device_log"}
+    assert set(layout.window.names) - set(covered) == {"crc", "device_log", "sent"}
 
 
 class Turns(RuleBasedStateMachine):

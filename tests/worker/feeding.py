@@ -230,6 +230,8 @@ class Trainer:
         for memory, bucket in self.slots():
             self.seq += 1
             memory.publish(bucket, memory.turn(bucket) ^ 1, self.seq)
+            if bucket == memory.segment.buckets[-1].index:
+                memory.end_window(memory.turn(bucket) ^ 1, self.seq)
         return self.seq
 
     def run(self, window: Window) -> None:

@@ -223,15 +223,36 @@ def test_a_torn_slot_stops_the_worker_and_names_it(trainer, corrupt, named):
 
 
 @pytest.mark.parametrize(
-    "bucket, turn, seq",
-    [(0, 0, 2), (0, 0, 99), (1, 0, 2), (0, 1, 1)],
+    "bucket, turn, seq, whole",
+    [(0, 0, 2, False), (0, 0, 99, False), (1, 0, 2, False), (0, 1, 1, True)],
     ids=["late", "foreign", "overtaken", "in-the-other-turn"],
 )
-def test_a_reordered_slot_stops_the_worker(trainer, bucket, turn, seq):
+def test_a_reordered_slot_stops_the_worker(trainer, bucket, turn, seq, whole):
     t = trainer(make_segment(bucket_bytes=700))
     t.fill(t.make_window())
     t.memories[0].publish(bucket, turn, seq)
+    if whole:
+        t.memories[0].end_window(0, 2)
     with pytest.raises(WorkerError, match="TornSlotError: .*slot 1"):
         within(5, t.client.wait_done, 1)
     with pytest.raises(WorkerError, match="TornSlotError"):
         t.client.check()
+
+
+@pytest.mark.parametrize("windows", [0, 1, 2], ids=["first", "second", "third"])
+@pytest.mark.parametrize("lost", [0, 1, 2], ids=["first-slot", "middle-slot", "last-slot"])
+def test_a_slot_that_is_lost_with_nothing_behind_it_is_named(trainer, lost, windows):
+    """The window's end, which comes behind its last slot, shows it: nobody waits for a slot that will never come."""
+    segment = make_segment(bucket_bytes=350)
+    t = trainer(segment)
+    for _ in range(windows):
+        t.run(t.make_window())
+    memory, turn, last = t.memories[0], windows % 2, (windows + 1) * len(segment.buckets)
+    t.fill(t.make_window())
+    number = {0: 0, 1: 1, 2: len(segment.buckets) - 1}[lost]
+    for bucket in segment.buckets:
+        if bucket.index != number:
+            memory.publish(bucket.index, turn, t.seq + bucket.index + 1)
+    memory.end_window(turn, last)
+    with pytest.raises(WorkerError, match=f"exit code 1(.|\n)*TornSlotError: .*slot {t.seq + number + 1}"):
+        within(5, t.client.wait_done, last)
