@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads it when a kernel is defined, so it must be set before zenflow_kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts a job in the background; children, which tests interrupt, would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver")  # multiprocessing's own, which live as long as the interpreter

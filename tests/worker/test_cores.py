@@ -265,9 +265,9 @@ def test_pages_are_touched_on_the_given_cores(monkeypatch):
     """By every thread of the pool, and only there: the caller's own affinity stays."""
     seen, populate, before = [], Arena._populate, os.sched_getaffinity(0)
 
-    def look(self, chunk):
+    def look(self, deadline, start):
         seen.append(os.sched_getaffinity(0))
-        populate(self, chunk)
+        populate(self, deadline, start)
 
     monkeypatch.setattr(Arena, "_populate", look)
     monkeypatch.setattr("zenflow.arena.POPULATE_CHUNK", 1 << 16)
