@@ -85,6 +85,14 @@ def test_the_floor_is_measured_around_what_leaves_its_model_as_it_was(monkeypatc
     assert measure(JOB)["floor_ms"] == []
 
 
+def test_torch_s_adamw_on_the_host_trains_as_on_the_device():  # G8
+    here, there = (measure(replace(JOB, trainer=trainer)) for trainer in ("adamw", "torch-offload"))
+    assert there["loss_first"] == here["loss_first"]
+    assert (
+        there["loss_last"] == pytest.approx(here["loss_last"], rel=1e-3) and there["loss_last"] != there["loss_first"]
+    )
+
+
 MEASURED = {
     "parameters": 1000,
     "device": "cpu",

@@ -18,6 +18,7 @@ from zenflow.report.runs import find, read
 from zenflow.report.study import studies
 from zenflow.training.checks import _check_values
 from zenflow.training.command import register
+from zenflow.training.cpu_adamw import OffloadedAdamW
 from zenflow.training.engines import AdamW, check_masters, zenflow_config
 from zenflow.training.schema import AdamWEngine, TrainConfig, ZenFlowEngine, plain
 
@@ -104,9 +105,10 @@ def test_an_ablation_runs_by_one_command_and_is_told_apart_in_a_report(command):
 def test_what_is_given_for_the_engine_is_not_for_its_baselines(command):
     outcome = command("experiment=ablation_engine", *BRIEF, "seed=0", "engine.update_interval=2")
     assert outcome.code == 0, outcome.err
-    engines = [outcome.config(job)["engine"] for job in "0123"]
-    assert [engine.get("update_interval") for engine in engines] == [None, None, 1, 2]
-    assert [engine.get("masters") for engine in engines] == [True, False, None, None]
+    engines = [outcome.config(job)["engine"] for job in "01234"]
+    assert [engine.get("update_interval") for engine in engines] == [None, None, None, 1, 2]
+    assert [engine.get("masters") for engine in engines] == [True, False, True, None, None]
+    assert [engine.get("offload") for engine in engines] == [False, False, True, None, None]
     assert outcome.config("1")["model"]["dtype"] == "bfloat16"
 
 
@@ -126,11 +128,15 @@ def test_a_variant_that_does_not_fit_fails_alone_and_says_why(command):
         ("variant=engine", ["variant is 'engine'"]),
         ("variant='engine=adamx'", ["variant is 'engine=adamx'", "adamx", "zero_offload"]),
         ("engine=adamw_bf16", ["engine.masters is false", "float32", "model.dtype=bfloat16"]),
+        (
+            "engine=adamw_offload engine.masters=false model.dtype=bfloat16",
+            ["offload is true and engine.masters false"],
+        ),
         ("engine.selected_masters=stochastic", ["selected_masters is stochastic", "float32", "model.dtype=bfloat16"]),
     ],
 )
 def test_a_bad_variant_or_engine_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):
-    outcome = command(*BRIEF, override)
+    outcome = command(*BRIEF, *override.split())
     assert outcome.code == 1
     assert outcome.err.startswith("zenflow-train: ") and "\n" not in outcome.err
     assert [word for word in words if word not in outcome.err] == []
@@ -161,6 +167,39 @@ def test_without_delay_every_engine_follows_adamw_on_bf16_weights(command, tmp_p
 def test_adamw_is_torch_s_fused_one_on_every_device():  # G8
     engine = AdamW([Parameter(torch.zeros(3, 5))], None, lr=1e-3)
     assert [group["fused"] for group in engine.optimizer.param_groups] == [True]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_adamw_on_the_host_is_adamw(device, dtype, max_grad_norm):  # G8
+    """The same fused update of the same masters; where it clips, by a quotient that is rounded another way."""
+    torch.manual_seed(0)
+    start = [torch.randn(13, 7, device=device).to(dtype), torch.randn(5, device=device).to(dtype)]
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    there = [Parameter(weight.cpu().clone()) for weight in start]
+    here = [Parameter(weight.clone()) for weight in start]
+    reference = AdamW(there, max_grad_norm, **settings)
+    engine = OffloadedAdamW(
+        [*here, Parameter(torch.ones(3, device=device), requires_grad=False)], max_grad_norm, **settings
+    )
+    for step in range(5):
+        for mine, other in zip(here, there, strict=True):
+            other.grad = torch.randn_like(other)
+            mine.grad = other.grad.to(device, copy=True)
+        if step == 3:  # a parameter without a gradient takes no part
+            here[1].grad = there[1].grad = None
+        reference.step()
+        engine.step()
+        engine.zero_grad(), reference.zero_grad()
+    exact = 0 if max_grad_norm is None else 1e-6
+    for mine, other in zip(here, there, strict=True):
+        torch.testing.assert_close(engine.master(mine), reference.master(other), rtol=exact, atol=exact)
+        assert torch.equal(mine.cpu(), engine.master(mine).to(dtype)) and not torch.equal(
+            mine, start[0 if mine is here[0] else 1]
+        )
+    assert all(value.device.type == "cpu" for state in engine.state.values() for value in state.values())
+    assert engine.report().grad_norm == pytest.approx(reference.report().grad_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])

@@ -38,6 +38,7 @@ MODES = {
     "predicted-bf16": (*ZENFLOW, "engine=predicted", "engine.selected_masters=stochastic", "model.dtype=bfloat16"),
     "adamw": ("engine=adamw",),
     "adamw-bf16": ("engine=adamw", "model.dtype=bfloat16"),
+    "adamw-bf16-on-the-host": ("engine=adamw_offload", "model.dtype=bfloat16"),
     "adamw-bf16-without-masters": ("engine=adamw_bf16", "model.dtype=bfloat16"),
 }
 SAVED_AT = {"gpu": (5, 6, 7, 8), "host": (6, 7)}

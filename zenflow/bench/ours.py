@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,16 +46,28 @@ class OnDevice(Floor):
     """torch's fused AdamW with fp32 masters, all on the device."""
 
     def __init__(self, model: nn.Module, job: Job) -> None:
+        super().__init__(model, job)
+        self._optimizer = self._build(model, job)
+
+    def _build(self, model: nn.Module, job: Job) -> Any:
         from zenflow.training.engines import AdamW
 
-        super().__init__(model, job)
-        self._optimizer = AdamW(model.parameters(), job.clip, lr=job.lr, weight_decay=0.01)
+        return AdamW(model.parameters(), job.clip, lr=job.lr, weight_decay=0.01)
 
     def step(self, tokens: Tensor) -> Tensor:
         loss = backward(self.model, tokens)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
+
+
+class OnHost(OnDevice):
+    """torch's fused AdamW with fp32 masters, all on the host, between pinned copies."""
+
+    def _build(self, model: nn.Module, job: Job) -> Any:
+        from zenflow.training.cpu_adamw import OffloadedAdamW
+
+        return OffloadedAdamW(model.parameters(), job.clip, lr=job.lr, weight_decay=0.01)
 
 
 class Offloaded(Floor):

@@ -31,6 +31,9 @@ CONTESTANTS = {
     "sync": Contestant(
         "zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous", leaves=True
     ),
+    "torch-offload": Contestant(
+        "zenflow.bench.ours:OnHost", note="fp32 masters and moments on the CPU, torch's fused AdamW", leaves=True
+    ),
     "torchao": Contestant("zenflow.bench.peers:TorchAO", "torchao", "bf16 state on the CPU, no masters, no clipping"),
     "deepspeed-offload": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "ZeRO-2, optimizer on the CPU"),
     "deepspeed-zenflow": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "k 0.1, U 4, overlap_step"),

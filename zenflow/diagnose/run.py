@@ -71,7 +71,7 @@ def _diagnosis(config: DiagnoseConfig, engine: Engine) -> Diagnosis:
         steps=config.diagnose.steps,
         warm_up=config.diagnose.warm_up,
         triad_bytes=config.diagnose.triad_bytes,
-        engine="zero_offload" if offloads else "adamw",
+        engine="zero_offload" if offloads else "adamw_offload" if config.engine.offload else "adamw",
     )
 
 

@@ -17,15 +17,16 @@ from zenflow.training.schema import SimulatedEngine
 Values = dict[str, Hashable]
 
 ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "zero_offload"
+ADAMW_OFFLOAD = "adamw_offload"
 SIMULATED = "simulated"
-ADAMWS = (ADAMW, ADAMW_BF16)  # on the device; the second has no masters
+ADAMWS = (ADAMW, ADAMW_BF16, ADAMW_OFFLOAD)  # torch's; the second has no masters, the third's are on the host
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 # Which no other engine has.
 SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
-    *("seed", "name", "plot", "variant", "engine.masters", "device"),
+    *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "device"),
     *("checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
@@ -50,6 +51,8 @@ def engine_of(config: dict[str, Any]) -> str:
     """The choice of `engine=` that the configuration amounts to."""
     engine = config["engine"]
     if "topk_ratio" not in engine:
+        if engine.get("offload"):
+            return ADAMW_OFFLOAD
         return ADAMW if engine.get("masters", True) else ADAMW_BF16
     if "delay_compensation" in engine:
         return SIMULATED

@@ -76,13 +76,14 @@ class AdamW:
         self, params: Iterable[Parameter], max_grad_norm: float | None, *, masters: bool = True, **settings: Any
     ) -> None:
         self._weights = [weight for weight in params if weight.requires_grad]
-        self._masters = [
-            Parameter(weight.detach().float()) if masters and weight.dtype != torch.float32 else weight
-            for weight in self._weights
-        ]
+        self._masters = [self._new_master(weight) if masters else weight for weight in self._weights]
         self.optimizer = torch.optim.AdamW(self._masters, fused=True, **settings)
         self._max_grad_norm = float("inf") if max_grad_norm is None else max_grad_norm
         self._norm = torch.zeros(())
+
+    @staticmethod
+    def _new_master(weight: Parameter) -> Parameter:
+        return weight if weight.dtype == torch.float32 else Parameter(weight.detach().float())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -270,6 +271,8 @@ def check_masters(engine: EngineConfig, dtype: str) -> None:
     """Errors: InputError for an engine without masters on weights of this dtype, which have none to do without."""
     if isinstance(engine, AdamWEngine) and not engine.masters and dtype == "float32":
         raise InputError("engine.masters is false, but the weights are float32; give model.dtype=bfloat16 with it.")
+    if isinstance(engine, AdamWEngine) and engine.offload and not engine.masters:
+        raise InputError("engine.offload is true and engine.masters false; what is kept on the host are fp32 masters.")
     if isinstance(engine, ZenFlowEngine) and engine.selected_masters.name == "stochastic" and dtype != "bfloat16":
         raise InputError(
             f"engine.selected_masters is stochastic, but the weights are {dtype}; give model.dtype=bfloat16."
@@ -286,6 +289,10 @@ def build_engine(
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
+    if isinstance(engine, AdamWEngine) and engine.offload:
+        from zenflow.training.cpu_adamw import OffloadedAdamW
+
+        return OffloadedAdamW(params, optimizer.max_grad_norm, **settings)
     if isinstance(engine, AdamWEngine):
         return AdamW(params, optimizer.max_grad_norm, masters=engine.masters, **settings)
     if isinstance(engine, SimulatedEngine):

@@ -302,7 +302,9 @@ def _subject(prepared: Prepared) -> Subject:
     source = record["model"]["path"] or random or record["model"]["package"] or record["model"]["kind"]
     k, window = engine.get("topk_ratio"), engine.get("update_interval")
     on_gpu = prepared.device.type == "cuda"
-    adamw = "adamw" if engine.get("masters", True) else "adamw without masters"
+    adamw = (
+        "adamw" + " without masters" * (not engine.get("masters", True)) + " on the host" * bool(engine.get("offload"))
+    )
     task = f", {record['data']['task']}" if record["data"]["task"] else ""
     return Subject(
         model=f"{source}, {record['model']['dtype']}",

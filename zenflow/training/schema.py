@@ -42,9 +42,10 @@ class EngineConfig:
 
 @dataclass
 class AdamWEngine(EngineConfig):
-    """torch's fused AdamW on the trainer's device, with fp32 masters where the weights are bf16."""
+    """torch's fused AdamW on the trainer's device, with fp32 masters where the weights are bf16; or on the host."""
 
     masters: bool = True  # false: moments and updates in the weights' own bf16
+    offload: bool = False  # true: fp32 masters and moments on the host, updated there in every step
 
 
 @dataclass
