@@ -75,6 +75,14 @@ def test_the_same_side_twice_gives_the_same_losses_and_no_evidence(command):
     assert "Both sides have the same settings" in outcome.out
 
 
+def test_other_weights_end_it_after_the_first_pair(command, monkeypatch):
+    digests = iter(range(99))
+    monkeypatch.setattr("zenflow.compare.side.digest", lambda _: f"{next(digests):064}")
+    outcome = command(*SHORT, "plot=false", "repeats=2", "a=engine=adamw", "b=engine=adamw")
+    assert outcome.code != 0 and "seed 0: the weights are 0" in (outcome.folder / "compare.log").read_text()
+    assert len((outcome.folder / "runs.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -116,7 +124,7 @@ def test_the_help_explains_the_two_sides(command):
 def test_the_arithmetic_loads_no_torch():
     code = (
         "import sys, zenflow.compare.curve, zenflow.compare.criteria, zenflow.compare.judge, zenflow.compare.text; "
-        "import zenflow.compare.topology; print('torch' in sys.modules or 'hydra' in sys.modules)"
+        "import zenflow.bench.topology; print('torch' in sys.modules or 'hydra' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True

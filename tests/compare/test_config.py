@@ -35,6 +35,14 @@ def test_anything_else_that_differs_is_refused_with_both_values(change, told):
     assert told in str(error.value) and "Only engine settings may differ" in str(error.value)
 
 
+@pytest.mark.parametrize("other", [ZenFlowEngine(), AdamWEngine()], ids=["zenflow", "adamw"])
+def test_weights_without_masters_are_another_precision(other):
+    for sides in ((AdamWEngine(masters=False), other), (other, AdamWEngine(masters=False))):
+        with pytest.raises(InputError, match="engine.masters is .* another precision"):
+            check_alike(*(CompareConfig(engine=engine) for engine in sides))
+    check_alike(*(CompareConfig(engine=AdamWEngine(masters=False)) for _ in "ab"))
+
+
 def test_every_difference_is_named_and_absent_is_none():
     one, other = {"x": {"y": 1, "z": 2}, "same": [1]}, {"x": {"y": 3}, "same": [1], "new": 0}
     assert list(differences(one, other)) == [("x.y", 1, 3), ("x.z", 2, None), ("new", None, 0)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zenflow import ZenFlow
+from zenflow.bench.topology import topology
 from zenflow.compare.function import check_saving, first_difference
 from zenflow.compare.side import digest
-from zenflow.compare.topology import topology
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def test_a_diagnosis_of_the_offload(command):
     assert measured["validation_after"] < measured["validation_before"] and figures["health"]["falling"]
     assert any("Only 21 steps" in remark for remark in found["verdict"]["remarks"])
     assert found["settings"]["engine"]["topk_ratio"] == 0 and found["settings"]["diagnose"]["steps"] == 21
-    assert found["machine"]["torch"] and found["limits"]["stall_share"] == 0.1
+    assert found["machine"]["torch"] and found["machine"]["memory"] in outcome.out and "torch" in outcome.out
+    assert found["limits"]["stall_share"] == 0.1
 
 
 def test_a_diagnosis_of_adamw_waits_for_no_offload(command):

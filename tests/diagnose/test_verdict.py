@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.diagnose.making import measured
-from zenflow.diagnose.figures import Memory, StepParts
+from zenflow.diagnose.figures import Ceilings, Memory, StepParts
 from zenflow.diagnose.result import Result
 from zenflow.diagnose.verdict import (
     COMPUTE,
@@ -110,6 +110,20 @@ def test_no_factor_is_promised():
     words = " ".join((found.reason, found.next, *found.remarks))
     assert "estimate" in words and "zenflow-compare" in words and "not gone" in words
     assert not re.search(r"\d\s*(x|times)\b|faster|speed-?up", words)
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": 0.05}, {"stall": 0.05, "busy": 0.04}, {"steps": 5}])
+def test_what_it_holds_for_is_always_said(settings):
+    assert "this model, batch, length, machine" in verdict(**settings).remarks[0]
+
+
+def test_the_wait_is_told_by_its_parts_and_k_is_no_pruning():
+    """Slow copies alone are no reason, and what is deferred is not dropped."""
+    found = verdict(stall=0.05, busy=0.04)
+    assert "the CPU's pass takes 40.0 ms, the copies at their best 40.0 ms down and 40.0 ms up" in found.reason
+    assert "No gradient is dropped" in found.next and "held-out loss before U grows" in found.next
+    without = Result.of(replace(measured(stall=0.05, busy=0.04), ceilings=Ceilings())).verdict
+    assert "the CPU's pass takes 40.0 ms." in without.reason
 
 
 def test_few_steps_are_remarked_on():

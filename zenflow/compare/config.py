@@ -56,6 +56,12 @@ def words_of(name: str, text: str) -> list[str]:
 
 def check_alike(a: CompareConfig, b: CompareConfig) -> None:
     """Errors: InputError naming each setting that is not the engine's and differs, with both values."""
+    one, other = (getattr(side.engine, "masters", True) for side in (a, b))
+    if one != other:
+        raise InputError(
+            f"engine.masters is {one} in a and {other} in b, which is another precision. Allowed: fp32 masters in "
+            "both, or in none."
+        )
     different = [
         f"{key} is {one!r} in a and {other!r} in b"
         for key, one, other in differences(plain(a), plain(b))

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from zenflow.bench.machine import facts
+from zenflow.bench.topology import pci_bus_id, topology
 from zenflow.compare.config import CompareConfig, check_alike, check_settings
-from zenflow.compare.judge import Judgement, judge
+from zenflow.compare.curve import Run
+from zenflow.compare.judge import Judgement, judge, pairs_of
 from zenflow.compare.side import Finished, run_side
 from zenflow.compare.text import report
-from zenflow.compare.topology import topology
 from zenflow.diagnose.result import finite
 from zenflow.training.checks import check
 from zenflow.training.errors import errors_logged, require_free
@@ -65,6 +66,7 @@ def _session(sides: Sides, folder: Path) -> Iterator[Finished]:
         run_side(side, _of(config, 0, steps=config.compare.warm_up + 2), 0, None)
         _release()
     tried: set[str] = set()
+    seen: list[Run] = []
     for place, (side, repeat) in enumerate(plan := schedule(sides["a"].repeats), start=1):
         done = run_side(side, _of(sides[side], repeat), place, None if side in tried else folder)
         _release()
@@ -76,6 +78,9 @@ def _session(sides: Sides, folder: Path) -> Iterator[Finished]:
             "run %d of %d, %s, seed %d: median step %.1f ms, %.0f tokens/s, held-out loss %.4f", place, len(plan), side,
             run.seed, 1e3 * run.median, run.tokens_per_second, run.curve[-1].loss,
         )  # fmt: skip
+        seen.append(run)
+        if len(seen) % 2 == 0:
+            pairs_of(seen[-2:])  # another start, or other batches, end it before more is run
         yield done
 
 
@@ -94,7 +99,7 @@ def _leave(sides: Sides, words: dict[str, str], finished: Sequence[Finished], fo
     runs, checks = [done.run for done in finished], [check for done in finished for check in done.checks]
     limits, same = sides["a"].compare, plain(sides["a"].engine) == plain(sides["b"].engine)
     judgement = judge(runs, checks, min_gain=limits.min_gain, max_loss_rise=limits.max_loss_rise, same=same)
-    machine = facts() | topology(_bus_id())
+    machine = facts() | topology(pci_bus_id())
     text = report(judgement, runs, checks, words, machine)
     settings = {side: next(done.settings for done in finished if done.run.side == side) for side in sides}
     everything = {
@@ -119,11 +124,3 @@ def _draw(judgement: Judgement, finished: Sequence[Finished], words: dict[str, s
         save_picture(judgement, [done.run for done in finished], words, folder / "compare.png")
     except ImportError as error:
         log.info("no picture: %s (the extra `plot`)", error)
-
-
-def _bus_id() -> str | None:
-    """The GPU's place on the PCI bus, as sysfs spells it."""
-    if not torch.cuda.is_available():
-        return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

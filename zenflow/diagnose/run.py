@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zenflow.bench.machine import facts
+from zenflow.bench.topology import pci_bus_id, topology
 from zenflow.diagnose.config import DiagnoseConfig, check_settings
 from zenflow.diagnose.meter import Meter
-from zenflow.diagnose.result import Result
+from zenflow.diagnose.result import WIDTH, Result
 from zenflow.diagnose.session import Diagnosis
 from zenflow.training import run as training
 from zenflow.training.checks import check
@@ -137,9 +139,11 @@ def _memory_error_told(config: DiagnoseConfig) -> Iterator[None]:
 
 def _leave(result: Result, settings: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = result.text()
+    machine = facts() | topology(pci_bus_id())
+    told = ", ".join(f"{name} {value}" for name, value in machine.items() if value)
+    text = f"{result.text()}\n{fill(told, WIDTH, break_on_hyphens=False)}\n"
     (folder / "diagnosis.txt").write_text(text, encoding="utf-8")
-    (folder / "diagnosis.json").write_text(result.json(settings=settings, machine=facts()), encoding="utf-8")
+    (folder / "diagnosis.json").write_text(result.json(settings=settings, machine=machine), encoding="utf-8")
     print(text)
 
 

@@ -111,9 +111,11 @@ def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Dec
     )
     return (
         OFFLOAD,
-        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe.",
+        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe"
+        f"{_of_what(figures)}.",
         f"Try ZenFlow: {advice.overrides}. By these measurements {fit}. That is an estimate: the work is hidden under "
-        "compute where it fits, not gone, and speed and quality are known only after zenflow-compare.",
+        "compute where it fits, not gone, and speed and quality are known only after zenflow-compare. No gradient is "
+        "dropped; a longer window hides more and costs more quality, so look at the held-out loss before U grows.",
         advice,
     )
 
@@ -138,7 +140,16 @@ def _fits(figures: Figures, limits: Thresholds) -> bool:
     return figures.adamw_bytes <= limits.memory_share * figures.card
 
 
+def _of_what(figures: Figures) -> str:
+    """What the wait is made of; the parts may overlap, and what they leave is launching and synchronisation."""
+    parts = [f"the CPU's pass takes {_ms(figures.worker_busy)}"]
+    if figures.to_host is not None and figures.to_device is not None:
+        parts.append(f"the copies at their best {_ms(figures.to_host)} down and {_ms(figures.to_device)} up")
+    return f": {', '.join(parts)}"
+
+
 def _remarks(figures: Figures, kind: str, limits: Thresholds) -> Iterator[str]:
+    yield "All of this holds for this model, batch, length, machine and these versions; another run is measured anew."
     if figures.steps < limits.advised_steps:
         yield f"Only {figures.steps} steps were measured; {limits.advised_steps} to 500 are advised."
     if not figures.health.falling:

@@ -1,4 +1,4 @@
-"""How the machine's parts hang together, as sysfs tells it. No torch."""
+"""How the machine's parts hang together, as sysfs tells it."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
+
+
+def pci_bus_id() -> str | None:
+    """The current GPU's place on the PCI bus, as sysfs spells it; None without one. Loads torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
