@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# What the deferred rules cost in quality: pretraining, the sweep of 48 runs and its report, all in one folder.
+# What the deferred rules cost in quality: pretraining, then a sweep of 48 runs and its report on each of two corpora.
 #   scripts/rules.sh [FOLDER [SETTING...]]      for a GPU; settings are zenflow-train's and go to all runs
-#   scripts/rules.sh runs/rules_debug debug=rules     the whole path in a minute on two CPU cores
+#   scripts/rules.sh runs/rules_debug debug=rules     the whole path in two minutes on two CPU cores
+# CORPORA are choices of data= (default: headers, torch's in C++, and c_headers, the system's in C); SWEEP is
+# rules_sweep, or rules_long for 2,000 steps beside offloads that follow AdamW. A model that is there is not made anew.
 # PYTHON names the interpreter (default: python3); the source tree is used, nothing has to be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,8 +11,13 @@ folder=${1:-runs/rules}
 shift $(($# > 0 ? 1 : 0))
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
+sweep=${SWEEP:-rules_sweep}
 
-"$python" -m experiments.train experiment=rules_pretrain "$@" hydra.run.dir="$folder/pretrain"
-"$python" -m experiments.train experiment=rules_sweep "$@" \
-    model.path="$folder/pretrain/model" hydra.sweep.dir="$folder/sweep"
-"$python" -m zenflow.report "$folder/sweep" --out "$folder/report"
+if [[ ! -e $folder/pretrain/model ]]; then
+    "$python" -m experiments.train experiment=rules_pretrain "$@" hydra.run.dir="$folder/pretrain"
+fi
+for corpus in ${CORPORA:-headers c_headers}; do
+    "$python" -m experiments.train "experiment=$sweep" "data=$corpus" "$@" \
+        model.path="$folder/pretrain/model" hydra.sweep.dir="$folder/$sweep/$corpus"
+done
+"$python" -m zenflow.report "$folder/$sweep" --out "$folder/report_$sweep"

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from zenflow.config import ZenFlowConfig
+from zenflow.report.runs import find, read
+from zenflow.report.study import studies
 from zenflow.training.engines import AdamW, Engine, ZenFlowRun
 from zenflow.training.errors import InputError
 from zenflow.training.models import ByteTokenizer, CausalModel, Classifier, TinyModel, check_model, load_model
@@ -251,6 +253,28 @@ def test_without_save_model_no_weights_are_left_and_saved_ones_are_never_replace
     (tmp_path / "full" / "model").mkdir(parents=True)
     outcome = command(*settings, "save_model=true", folder=tmp_path / "full")
     assert outcome.code == 1 and "already holds a run (model)" in outcome.err
+
+
+@needs_transformers
+def test_a_long_run_stands_beside_offloads_that_follow_adamw_on_both_corpora(command, tmp_path):
+    assert command(*PRETRAIN, "steps=1", folder=tmp_path / "pretrain").code == 0
+    (tmp_path / "c").mkdir()
+    for number in range(9):
+        (tmp_path / "c" / f"{number}.h").write_text(f"int number_{number}(void);\n" * 90, encoding="utf-8")
+    words = ("experiment=rules_long", "debug=rules", "threads=1", "seed=0", "steps=3", "evaluate_every=null")
+    model = f"model.path={tmp_path / 'pretrain' / 'model'}"
+    sweep = command(*words, model, "data=c_headers", f"data.path={tmp_path / 'c'}", folder=tmp_path / "out" / "c")
+    engines = [sweep.config(str(job))["engine"] for job in range(6)]
+    assert sweep.code == 0 and not (sweep.folder / "6").exists()
+    assert [engine.get("offload") for engine in engines] == [False, True, None, None, None, None]
+    assert [engine.get("topk_ratio") for engine in engines] == [None, None, 0.0, 0.1, 0.1, 0.1]
+    losses = [sweep.summary(str(job))["validation_loss_after"] for job in range(6)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-4)
+    command("experiment=rules", *words[1:], model, "engine=adamw", folder=tmp_path / "out" / "torch")
+    found = studies([read(folder) for folder in find([tmp_path / "out"])], [], {})
+    delays = [setting.name for study in found for setting in study.settings if "visible_after" in setting.name]
+    assert len(delays) == 1 and "visible_after 1" in delays[0]  # the others have the usual one
+    assert [len(study.settings) for study in found] in ([1, 6], [6, 1])  # another folder of headers is another task
 
 
 @needs_transformers

@@ -23,6 +23,7 @@ ADAMWS = (ADAMW, ADAMW_BF16, ADAMW_OFFLOAD)  # torch's; the second has no master
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 # Which no other engine has.
 SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
+DELAY = "engine.visible_after"
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
@@ -69,10 +70,10 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
         dropped.add("trace_steps")
     if (window := values.get("engine.update_interval")) is not None:
         overlap, stagger = (bool(values.get(f"engine.{name}")) for name in ("overlap_step", "stagger"))
-        if values.get("engine.visible_after") == usual_delay(window, overlap_step=overlap, stagger=stagger):
-            dropped.add("engine.visible_after")  # nobody has chosen it: it follows from the others
-    if values.get("data.kind") not in ("file", "alpaca"):
-        dropped.add("data.path")  # where this machine keeps what `kind` names
+        if values.get(DELAY) == usual_delay(window, overlap_step=overlap, stagger=stagger):
+            dropped.add(DELAY)  # nobody has chosen it: it follows from the others
+    if values.get("data.kind") not in ("file", "alpaca", "headers"):
+        dropped.add("data.path")  # where this machine keeps what `kind` names; any folder of headers is another corpus
     if machine is not None and machine.startswith("cpu"):
         dropped.add("threads")  # the machine has their number
     kept = {name: value for name, value in values.items() if name not in dropped}
@@ -139,6 +140,8 @@ def named(settings: Sequence[Values], keys: Sequence[str]) -> list[str]:
     for values in settings:
         parts = [str(values["engine"])] if "engine" in keys or not keys else []
         for name in keys:
+            if name == DELAY and name not in values:
+                continue  # it follows from the others
             if name != "engine" and _has(values, name):
                 others = {_value(other, name) for other in settings}
                 word = _shown(_value(values, name), others)
