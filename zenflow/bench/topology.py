@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from zenflow.cores import NODE_ROOT, PCI_ROOT
 
@@ -31,11 +32,11 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def pci_bus_id() -> str | None:
-    """The current GPU's place on the PCI bus, as sysfs spells it; None without one. Loads torch."""
+def pci_bus_id(device: Any = None) -> str | None:
+    """The place of a GPU (the current one) on the PCI bus, as sysfs spells it; None without one. Loads torch."""
     import torch
 
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from zenflow.bench.topology import pci_bus_id
 from zenflow.diagnose.figures import Memory, StepParts
+from zenflow.diagnose.nvml import Nvml
 from zenflow.diagnose.processes import cpu_seconds
 from zenflow.telemetry import clock_of
 
@@ -44,6 +46,7 @@ class Meter:
         self._ended, self._stopped = 0, False
         self._steps: list[_Step] = []
         self._utilisation: list[float] = []
+        self._nvml = _open_nvml(device)
         self._start: tuple[float, float, float | None] | None = None  # None while nothing is counted
         self._resident = 0
 
@@ -60,7 +63,7 @@ class Meter:
     @property
     def utilisation(self) -> float | None:
         """NVML's mean, 0 to 1; None without NVML."""
-        return sum(self._utilisation) / len(self._utilisation) / 100 if self._utilisation else None
+        return sum(self._utilisation) / len(self._utilisation) if self._utilisation else None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -116,6 +119,8 @@ class Meter:
             return
         self._stopped = True
         self._count()
+        if self._nvml is not None:
+            self._nvml.close()
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             card = torch.cuda.get_device_properties(self._device).total_memory
@@ -164,7 +169,13 @@ class Meter:
         return time.perf_counter(), cpu_seconds(os.getpid()) or 0.0, worker
 
     def _ask_utilisation(self) -> None:
-        if self._device.type == "cuda":
-            # There is no such figure without pynvml or where it sees no card; its own error has no class that is known.
-            with suppress(Exception):
-                self._utilisation.append(float(torch.cuda.utilization(self._device)))
+        if self._nvml is not None:
+            with suppress(OSError):
+                self._utilisation.append(self._nvml.utilisation())
+
+
+def _open_nvml(device: torch.device) -> Nvml | None:
+    place = pci_bus_id(device) if device.type == "cuda" else None
+    with suppress(OSError):
+        return None if place is None else Nvml(place)
+    return None

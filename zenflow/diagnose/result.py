@@ -85,7 +85,7 @@ def rows(f: Figures, m: Measured) -> list[tuple[str, str]]:
 
 
 def _nvml(f: Figures) -> str:
-    return "" if f.utilisation is None else f"; NVML's utilisation {f.utilisation:.0%}"
+    return "" if f.utilisation is None else f"; some kernel ran {f.utilisation:.0%} of the time, says NVML"
 
 
 def _bandwidth(f: Figures, m: Measured) -> str:
