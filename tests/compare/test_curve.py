@@ -37,5 +37,5 @@ def test_a_drift_favours_neither_side(repeats, order):
 def test_time_is_that_of_the_steps_and_of_the_last_results():
     parts = [StepParts(seconds, 0.0, 0.0) for seconds in (1.0, 2.0, 4.0)]
     evaluations = [Evaluation(0, 9.0, None), Evaluation(2, 8.0, 0.5), Evaluation(3, 7.0, None)]
-    expected = (Point(0, 0.0, 9.0), Point(2, 3.0, 8.0, 0.5), Point(3, 7.25, 7.0))
+    expected = (Point(0, 0.0, 9.0), Point(2, 3.0, 8.0, {"accuracy": 0.5}), Point(3, 7.25, 7.0))
     assert _curve(parts, evaluations, 0.25) == expected

@@ -150,3 +150,14 @@ def test_a_gain_is_told_as_measured_and_nothing_is_promised():
 def test_the_limits_are_the_user_s():
     assert judged(min_gain=0.6).verdict == REJECT
     assert judged(losses=(2.2, 2.21, 2.2), max_loss_rise=0.2).verdict == ADOPT
+
+
+def test_every_score_of_a_task_has_its_column():
+    """Matthews and F1 as well as accuracy: quality is no loss alone."""
+    curve = [replace(point, scores={"accuracy": 0.75, "matthews": 0.5}) for point in run("a", 0).curve]
+    runs = [run("a", 0, curve=tuple(curve)), run("b", 0)]
+    text = report(judged(), runs, [], {"a": "x", "b": "y"}, {})
+    (place,) = [place for place, line in enumerate(text.splitlines()) if "loss after" in line]
+    titles, first, other = ([cell.strip() for cell in text.splitlines()[place + down].split("|")] for down in (0, 2, 3))
+    found = [dict(zip(titles, cells, strict=True)) for cells in (first, other)]
+    assert [(row["accuracy after"], row["matthews after"]) for row in found] == [("0.750", "0.500"), ("-", "-")]

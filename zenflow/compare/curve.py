@@ -12,7 +12,7 @@ class Point:
     step: int
     seconds: float
     loss: float
-    accuracy: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)  # the task's, as accuracy and Matthews
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Run:
     skipped_steps: int
     curve: tuple[Point, ...]
     faults: tuple[str, ...] = field(default=())  # of the training loss
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The task's after the last step, by name."""
+        return self.curve[-1].scores
 
     @property
     def idle(self) -> float:

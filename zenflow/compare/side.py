@@ -176,7 +176,7 @@ def _curve(parts: Sequence[StepParts], evaluations: Sequence[Evaluation], ending
     """ending: seconds that the last results took after the last step, before they could be evaluated."""
     ends = [0.0, *accumulate(part.seconds for part in parts)]
     ends[-1] += ending
-    return tuple(Point(found.step, ends[found.step], found.loss, found.accuracy) for found in evaluations)
+    return tuple(Point(found.step, ends[found.step], found.loss, found.named_scores) for found in evaluations)
 
 
 def _mean(records: Sequence[StepRecord] | None, name: str) -> float | None:

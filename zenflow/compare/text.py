@@ -34,7 +34,6 @@ RUNS = (
     Column("loss before", "before", number(4)),
     Column("loss after", "after", number(4)),
     Column("loss at the pair's shorter time", "at_time", number(4)),
-    Column("accuracy after", "accuracy", number(3)),
     Column("training s", "seconds", number(1)),
 )
 LEGEND = """\
@@ -62,7 +61,7 @@ def report(
         "## 1. Function\n\n"
         + markdown([vars(check) | {"works": "yes" if check.works else "NO"} for check in checks], CHECKS),
         "## 2. System, means over the seeds\n\n" + markdown(_system_rows(runs), SYSTEM),
-        "## 3. Quality, and every run in its order\n\n" + markdown(_run_rows(runs), RUNS),
+        "## 3. Quality, and every run in its order\n\n" + markdown(_run_rows(runs), [*RUNS, *_scores(runs)]),
         LEGEND,
         machine_line,
     ]
@@ -101,6 +100,12 @@ def _mean(runs: Sequence[Run], side: str, of: Callable[[Run], float | None], sca
     return format(scale * statistics.fmean(values), form) if values else "-"
 
 
+def _scores(runs: Sequence[Run]) -> list[Column]:
+    """A column for each score that the task has: of held-out samples, after the last step."""
+    names = dict.fromkeys(name for run in runs for name in run.scores)
+    return [Column(f"{name} after", name, number(3)) for name in names]
+
+
 def _run_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
@@ -117,8 +122,8 @@ def _run_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "before": run.curve[0].loss,
                 "after": run.curve[-1].loss,
                 "at_time": run.loss_at(common),
-                "accuracy": run.curve[-1].accuracy,
                 "seconds": run.seconds,
+                **run.scores,
             }
         )
     return rows
