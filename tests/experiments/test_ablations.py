@@ -77,6 +77,8 @@ def test_every_value_is_valid_distinct_and_beside_adamw(name):  # G8
     tried = [repr(plain(config)) for config in configs]
     assert len(set(tried)) == len(tried)
     assert configs[0].engine == AdamWEngine()
+    assert AdamWEngine(masters=False) in [config.engine for config in configs]
+    assert any(isinstance(config.engine, ZenFlowEngine) and config.engine.topk_ratio == 0 for config in configs)
     field, wanted = VARIED[name]
     assert wanted <= {plain(config.engine)[field] for config in configs if hasattr(config.engine, field)}
     assert len({(config.model.path, config.data.kind, config.steps, config.optimizer.lr) for config in configs}) == 1

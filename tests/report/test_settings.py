@@ -207,3 +207,19 @@ class TestBaseline:
     def test_is_none_without_adamw(self, runs):
         (study,) = studies(runs[2:], [], {})
         assert study.baseline is None and study.settings[0].vs_steps is None
+
+
+def test_bf16_adamw_among_fp32_settings_puts_no_dtype_into_every_name():
+    known = [
+        {"engine": "adamw", "model.dtype": "float32"},
+        {"engine": "adamw_bf16", "model.dtype": "bfloat16"},
+        {"engine": "zenflow", "engine.topk_ratio": 0.1, "model.dtype": "float32"},
+    ]
+    assert named(known, differing(known)) == ["adamw", "adamw_bf16", "zenflow"]
+    mixed = [*known, {"engine": "adamw", "model.dtype": "bfloat16"}]
+    assert named(mixed, differing(mixed)) == [
+        "adamw, dtype float32",
+        "adamw_bf16",
+        "zenflow, dtype float32",
+        "adamw, dtype bfloat16",
+    ]

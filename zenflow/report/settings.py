@@ -121,7 +121,7 @@ def differing(settings: Sequence[Values]) -> list[str]:
 
 def _has(values: Values, name: str) -> bool:
     if not name.startswith("engine."):
-        return True
+        return (name, values.get("engine")) != ("model.dtype", ADAMW_BF16)  # the name says it
     if values["engine"] == SIMULATED:
         return name in values
     if name in SIMULATED_KEYS or values["engine"] in ADAMWS:
