@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CPU_ROOT = Path("/sys/devices/system/cpu")
@@ -108,18 +112,30 @@ def physical_cores(allowed: set[int] | None = None, root: Path = CPU_ROOT) -> li
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     cores: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
-        siblings = _read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        siblings = text_of(root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
         cores.setdefault(siblings or f"cpu{cpu}", []).append(cpu)
     return [tuple(core) for core in cores.values()]
 
 
+def gpu_bus_id(device: torch.device | None = None) -> str | None:
+    """The place of a GPU (default: the current one) on the PCI bus, as sysfs spells it, "0000:dc:00.0"; None for a CPU,
+    without a GPU, and where torch does not know. The only thing here that loads torch."""
+    import torch
+
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return None
+    found = torch.cuda.get_device_properties(device)
+    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
+
+
 def node_cpus(pci_bus_id: str | None, pci_root: Path = PCI_ROOT, node_root: Path = NODE_ROOT) -> set[int]:
     """The logical CPUs of the NUMA node that a PCI device hangs on; none if there is no such node, or nobody knows."""
-    node = _read(pci_root / pci_bus_id.lower() / "numa_node") if pci_bus_id else None
+    node = text_of(pci_root / pci_bus_id.lower() / "numa_node") if pci_bus_id else None
     if node is None or int(node) < 0:
         return set()
     cpus: set[int] = set()
-    for part in filter(None, (_read(node_root / f"node{node}" / "cpulist") or "").split(",")):
+    for part in filter(None, (text_of(node_root / f"node{node}" / "cpulist") or "").split(",")):
         first, _, last = part.partition("-")
         cpus |= set(range(int(first), int(last or first) + 1))
     return cpus
@@ -129,9 +145,9 @@ def cpu_quota(root: Path = CGROUP_ROOT, membership: str | None = None) -> float:
     """CPUs' worth of time that the cgroups allow this process; infinity without a limit."""
     quota = math.inf
     for folder in _groups(root, "cpu", membership):
-        limit, _, period = (_read(folder / "cpu.max") or "max").partition(" ")
+        limit, _, period = (text_of(folder / "cpu.max") or "max").partition(" ")
         if limit == "max":
-            limit, period = _read(folder / "cpu.cfs_quota_us") or "-1", _read(folder / "cpu.cfs_period_us") or ""
+            limit, period = text_of(folder / "cpu.cfs_quota_us") or "-1", text_of(folder / "cpu.cfs_period_us") or ""
         if int(limit) > 0:
             quota = min(quota, int(limit) / int(period or 100_000))
     return quota
@@ -141,15 +157,15 @@ def available_memory(
     root: Path = CGROUP_ROOT, membership: str | None = None, meminfo: Path = Path("/proc/meminfo")
 ) -> int:
     """Bytes that this process can still take without swapping: the host's MemAvailable within the cgroups' limits."""
-    fields = dict(line.split(":", 1) for line in (_read(meminfo) or "").splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in (text_of(meminfo) or "").splitlines() if ":" in line)
     kib = fields.get("MemAvailable", "").split()
     available = int(kib[0]) * 1024 if kib else 1 << 62
     for folder in _groups(root, "memory", membership):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes") or "max"
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes") or "max"
+        used = text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")
         if limit == "max" or used is None:
             continue
-        stat = dict(line.split(" ", 1) for line in (_read(folder / "memory.stat") or "").splitlines())
+        stat = dict(line.split(" ", 1) for line in (text_of(folder / "memory.stat") or "").splitlines())
         reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))
         available = min(available, max(0, int(limit) - int(used) + reclaimable))
     return available
@@ -157,7 +173,7 @@ def available_memory(
 
 def _groups(root: Path, controller: str, membership: str | None) -> Iterator[Path]:
     """The folders of this process's cgroup and its ancestors, v2 and v1; only those visible from this namespace."""
-    text = (_read(Path("/proc/self/cgroup")) or "") if membership is None else membership
+    text = (text_of(Path("/proc/self/cgroup")) or "") if membership is None else membership
     seen: set[Path] = set()
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -172,7 +188,8 @@ def _groups(root: Path, controller: str, membership: str | None) -> Iterator[Pat
                 yield folder
 
 
-def _read(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """What a file of /sys or /proc says, without the white space around it; None where nobody can read it."""
     try:
         return path.read_text().strip()
     except OSError:

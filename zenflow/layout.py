@@ -15,7 +15,7 @@ from zenflow_kernels.table import Table
 
 from zenflow.arena import require_memory
 from zenflow.client import WorkerClient
-from zenflow.cores import CorePlan, plan_cores
+from zenflow.cores import CorePlan, gpu_bus_id, plan_cores
 from zenflow.matrices import DTYPE_NAMES, Newcomer, is_deferred
 from zenflow.param_record import ParamRecord, record_deferred, record_whole
 from zenflow.pipeline import Pipeline
@@ -133,18 +133,9 @@ def _plan(pipeline: Pipeline) -> CorePlan:
     if pipeline.cores is None:
         config = pipeline.config
         pipeline.cores = plan_cores(
-            config.pt_reserved_cores_perc, _binds(pipeline), config.worker_threads, _bus_id(pipeline.device)
+            config.pt_reserved_cores_perc, _binds(pipeline), config.worker_threads, gpu_bus_id(pipeline.device)
         )
     return pipeline.cores
-
-
-def _bus_id(device: torch.device) -> str | None:
-    """As sysfs spells it; None where torch does not know."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return None if None in place else "{:04x}:{:02x}:{:02x}.0".format(*place)
 
 
 def _start_worker(pipeline: Pipeline) -> WorkerClient:

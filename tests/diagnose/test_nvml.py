@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zenflow.bench.topology import pci_bus_id
+from zenflow.cores import gpu_bus_id
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.nvml import Nvml
 
@@ -79,4 +79,4 @@ def test_a_meter_has_the_mean_of_what_it_was_told(monkeypatch):
 
 @pytest.mark.gpu
 def test_the_device_s_own_library_answers():
-    assert 0 <= Nvml(pci_bus_id(torch.device("cuda", 0))).utilisation() <= 1
+    assert 0 <= Nvml(gpu_bus_id(torch.device("cuda", 0))).utilisation() <= 1

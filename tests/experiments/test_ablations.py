@@ -200,7 +200,7 @@ def test_adamw_on_the_host_is_adamw(device, dtype, max_grad_norm):  # G8
         assert torch.equal(mine.cpu(), engine.master(mine).to(dtype)) and not torch.equal(
             mine, start[0 if mine is here[0] else 1]
         )
-    assert all(value.device.type == "cpu" for state in engine.state.values() for value in state.values())
+    assert all(value.device.type == "cpu" for state in engine.optimizer.state.values() for value in state.values())
     assert engine.report().grad_norm == pytest.approx(reference.report().grad_norm, rel=1e-5)
 
 

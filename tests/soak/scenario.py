@@ -74,11 +74,9 @@ class Scenario:
 
     def settings_from(self, step: int) -> dict[str, Any]:
         """Those of a trainer that starts, step 0, or goes on after `step` steps, on another machine as it were."""
-        return (
-            self.settings
-            if step == 0
-            else self.settings | draw_places(random.Random(f"{self.seed} {step}"), self.passes)
-        )
+        if step == 0:
+            return self.settings
+        return self.settings | draw_places(random.Random(f"{self.seed} {step}"), self.passes)
 
     @property
     def defers(self) -> bool:

@@ -75,19 +75,19 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     sync = next((row for row in rows if row["trainer"] == "sync" and "error" not in row), None)
     if not floors:
         return list(rows)
-    mean = statistics.fmean(row["mean_ms"] for row in floors)
+    common = statistics.fmean(row["mean_ms"] for row in floors)
+    whole = None if sync is None else sync["mean_ms"] - (sync["own_floor_ms"] or common)
     compared = []
     for row in rows:
         more: Row = {}
         if "error" not in row:
-            floor = more["floor_ms"] = row["own_floor_ms"] or mean
+            floor = more["floor_ms"] = row["own_floor_ms"] or common
             more["ratio"] = row["mean_ms"] / floor
             for name, field in MEMORY.items():
                 least = min((other[field] for other in floors if other[field] is not None), default=None)
                 if least is not None:
                     more[name] = (row[field] - least) / row["parameters"]
             if sync is not None and row["trainer"] not in ON_DEVICE:
-                whole = sync["mean_ms"] - (sync["own_floor_ms"] or mean)
                 more["stall_removed"] = _removed(row["mean_ms"] - floor, whole)
                 more["stall_removed_clock"] = _removed(row["stall_ms"], sync["stall_ms"])
         compared.append(row | more)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from zenflow.bench.machine import facts
-from zenflow.bench.topology import pci_bus_id, topology
+from zenflow.bench.topology import topology
 from zenflow.compare.config import CompareConfig, check_alike, check_settings
 from zenflow.compare.curve import Run
 from zenflow.compare.judge import Judgement, judge, pairs_of
 from zenflow.compare.side import Finished, run_side
 from zenflow.compare.text import report
+from zenflow.cores import gpu_bus_id
 from zenflow.diagnose.result import finite
 from zenflow.training.checks import check
 from zenflow.training.errors import errors_logged, require_free
@@ -99,7 +100,7 @@ def _leave(sides: Sides, words: dict[str, str], finished: Sequence[Finished], fo
     runs, checks = [done.run for done in finished], [check for done in finished for check in done.checks]
     limits, same = sides["a"].compare, plain(sides["a"].engine) == plain(sides["b"].engine)
     judgement = judge(runs, checks, min_gain=limits.min_gain, max_loss_rise=limits.max_loss_rise, same=same)
-    machine = facts() | topology(pci_bus_id())
+    machine = facts() | topology(gpu_bus_id())
     text = report(judgement, runs, checks, words, machine)
     settings = {side: next(done.settings for done in finished if done.run.side == side) for side in sides}
     everything = {

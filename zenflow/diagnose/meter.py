@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zenflow.bench.topology import pci_bus_id
+from zenflow.cores import gpu_bus_id
 from zenflow.diagnose.figures import Memory, StepParts
 from zenflow.diagnose.nvml import Nvml
 from zenflow.diagnose.processes import cpu_seconds
@@ -175,7 +175,7 @@ class Meter:
 
 
 def _open_nvml(device: torch.device) -> Nvml | None:
-    place = pci_bus_id(device) if device.type == "cuda" else None
+    place = gpu_bus_id(device)
     with suppress(OSError):
         return None if place is None else Nvml(place)
     return None

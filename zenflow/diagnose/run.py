@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zenflow.bench.machine import facts
-from zenflow.bench.topology import pci_bus_id, topology
+from zenflow.bench.topology import topology
+from zenflow.cores import gpu_bus_id
 from zenflow.diagnose.config import DiagnoseConfig, check_settings
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.result import WIDTH, Result
@@ -139,7 +140,7 @@ def _memory_error_told(config: DiagnoseConfig) -> Iterator[None]:
 
 def _leave(result: Result, settings: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    machine = facts() | topology(pci_bus_id())
+    machine = facts() | topology(gpu_bus_id())
     told = ", ".join(f"{name} {value}" for name, value in machine.items() if value)
     text = f"{result.text()}\n{fill(told, WIDTH, break_on_hyphens=False)}\n"
     (folder / "diagnosis.txt").write_text(text, encoding="utf-8")

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow.training.engines import AdamW
@@ -35,11 +34,6 @@ class OffloadedAdamW(AdamW):
     def _new_master(weight: Parameter) -> Parameter:
         return Parameter(weight.detach().to("cpu", torch.float32, copy=True))
 
-    @property
-    def state(self) -> dict[Any, Any]:
-        """torch's, by master."""
-        return self.optimizer.state
-
     @torch.no_grad()
     def step(self) -> None:
         places = [place for place, weight in enumerate(self._weights) if weight.grad is not None]
@@ -49,7 +43,8 @@ class OffloadedAdamW(AdamW):
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
         )
-        self._copy([(self._travelling[place], gradient) for place, gradient in zip(places, gradients, strict=True)])
+        for place, gradient in zip(places, gradients, strict=True):
+            self._travelling[place].copy_(gradient, non_blocking=True)
         self._norm = norm.cpu()  # which waits for the copies, too: they are on the same stream
         for master in self._masters:
             master.grad = None
@@ -62,8 +57,4 @@ class OffloadedAdamW(AdamW):
         self.optimizer.step()
         for place in places:
             self._travelling[place].copy_(self._masters[place])
-        self._copy([(self._weights[place], self._travelling[place]) for place in places])
-
-    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
+            self._weights[place].copy_(self._travelling[place], non_blocking=True)
