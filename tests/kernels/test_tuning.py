@@ -45,14 +45,15 @@ def test_the_known_kernels_do_it_too(device, monkeypatch):
     monkeypatch.setattr(kernel_ops, "LR", 0.1)  # large, so that a wrong update shows
     for name in ("write_masters", "fused_step_whole"):
         ours, other = (OPS[name].build(problem_of(OPS[name].layouts[0], device)) for _ in range(2))
-        before = ours.outputs[-1].clone()
+        before = [tensor.clone() for tensor in ours.outputs]
         ours.ours.run()
         other.known.run()
-        assert not torch.equal(ours.outputs[-1], before)
+        assert not torch.equal(ours.outputs[-1], before[-1])
         # torch's order of operations is another one; with fp32 weights it leaves the copy of the master to nobody.
         first = 0 if name == "write_masters" else 1
-        for got, want in zip(ours.outputs[first:], other.outputs[first:], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        for got, want, old in zip(ours.outputs[first:], other.outputs[first:], before[first:], strict=True):
+            # A small result may be the difference of two large numbers: roundings are in proportion to those.
+            assert bool(((got - want).abs() <= 1e-6 + 1e-5 * (old.abs() + want.abs())).all()), name
     norms = OPS["partial_norms"].build(problem_of("whole", device))
     norms.ours.run()
     assert norms.known.run().item() ** 2 == pytest.approx(norms.outputs[0].sum().item(), rel=1e-5)
