@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ import experiments.compare
 from tests.commands import SMOKE, runner
 from tests.diagnose.readme import README, commands
 from zenflow.compare.config import CompareConfig, CompareSettings, check_alike, check_settings, words_of
+from zenflow.compare.judge import Check
+from zenflow.compare.side import run_side
 from zenflow.training.command import register
+from zenflow.training.engines import AdamW
 
 SHORT = (*SMOKE, "steps=8", "evaluate_every=4", "compare.warm_up=2")
 ROOT = Path(experiments.compare.__file__).resolve().parents[1]
@@ -54,11 +58,13 @@ def test_a_comparison_of_offload_and_zenflow(command, tmp_path):
     assert all(run["tokens_per_second"] > 0 and run["trainer_cpus"] >= 0 for run in runs)
     assert runs[0]["bytes_to_host"] > runs[1]["bytes_to_host"] > 0
     works = {(check["side"], check["name"]): check["works"] for check in found["checks"]}
-    assert len(works) == 8 and all(works.values())
+    assert len(works) == 10 and all(works.values())
+    assert [check["name"] for check in found["checks"][:3]] == ["short run", "checkpoint", "going on from it"]
     assert found["judgement"]["verdict"] in ("adopt", "do not adopt", "not enough evidence")
     assert len(found["judgement"]["criteria"]) == 4
     assert found["settings"]["a"]["engine"]["topk_ratio"] == 0
     assert found["settings"]["b"]["engine"]["update_interval"] == 2
+    assert [found["settings"][side]["steps"] for side in "ab"] == [8, 8]
     assert found["sides"] == {"a": "engine=zero_offload", "b": "engine=zenflow engine.update_interval=2"}
     assert found["machine"]["torch"] and found["machine"]["memory"].endswith("GiB")
 
@@ -73,6 +79,67 @@ def test_the_same_side_twice_gives_the_same_losses_and_no_evidence(command):
     assert found["judgement"]["verdict"] == "not enough evidence"
     assert found["judgement"]["criteria"][2]["difference"] == {"mean": 0.0, "low": None, "high": None, "n": 1}
     assert "Both sides have the same settings" in outcome.out
+
+
+class Forgetful(AdamW):
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ("engine=zero_offload", "engine=adamw", "do not adopt"),
+        ("engine=adamw", "engine=zero_offload", "not enough evidence"),
+    ],
+)
+def test_what_does_not_work_ends_it_before_the_long_runs(command, monkeypatch, a, b, verdict):
+    monkeypatch.setattr("zenflow.training.engines.AdamW", Forgetful)
+    monkeypatch.setattr("zenflow.compare.run.run_side", lambda *_: pytest.fail("a long run was made"))
+    outcome = command(*SHORT, "repeats=2", f"a={a}", f"b={b}")
+    assert outcome.code == 0, outcome.err
+    assert sorted(path.name for path in outcome.folder.iterdir()) == ["compare.json", "compare.log", "compare.md"]
+    broken = "a" if a == "engine=adamw" else "b"
+    found = outcome.json("compare.json")
+    assert found["judgement"]["verdict"] == verdict and found["runs"] == [] == found["judgement"]["criteria"]
+    (reason,) = found["judgement"]["reasons"]
+    assert reason.startswith(f"{broken}: checkpoint does not work: ") and "differs in what was loaded" in reason
+    text = (outcome.folder / "compare.md").read_text()
+    assert text.startswith(f"# {verdict}\n") and "| NO " in text and "speed and quality of what does not work" in text
+    assert "## 2." not in text and "## Criteria" not in text
+
+
+@pytest.mark.parametrize(("side", "made"), [("a", "a"), ("b", "ab")])
+def test_a_loss_that_does_not_fall_ends_it_after_that_side_s_first_run(command, monkeypatch, side, made):
+    def rising(name, config, place):
+        done = run_side(name, config, place)
+        checks = [Check(name, "training", name != side, "seed 0: held-out loss 2 -> 3")]
+        return replace(done, checks=checks)
+
+    monkeypatch.setattr("zenflow.compare.run.run_side", rising)
+    outcome = command(*SHORT, "repeats=2", "a=engine=adamw", "b=engine=adamw", "plot=false")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json("compare.json")
+    assert "".join(run["side"] for run in found["runs"]) == made
+    assert f"{side}: training does not work: seed 0: held-out loss 2 -> 3." in found["judgement"]["reasons"]
+
+
+def test_a_later_seed_whose_loss_does_not_fall_lets_the_others_run(command, monkeypatch):
+    def rising(name, config, place):
+        done = run_side(name, config, place)
+        return replace(done, checks=[Check(name, "training", place != 3, "held-out loss 2 -> 3")])
+
+    monkeypatch.setattr("zenflow.compare.run.run_side", rising)
+    outcome = command(*SHORT, "repeats=2", "a=engine=adamw", "b=engine=adamw", "plot=false")
+    found = outcome.json("compare.json")
+    assert len(found["runs"]) == 4 and found["judgement"]["verdict"] == "do not adopt"
+
+
+def test_a_rule_of_the_simulation_may_be_compared(command):
+    outcome = command(*SHORT, "plot=false", "repeats=1", "a=engine=simulated", "b=engine=zenflow")
+    assert outcome.code == 0, outcome.err
+    a, b = outcome.json("compare.json")["runs"]
+    assert [point["loss"] for point in a["curve"]] == [point["loss"] for point in b["curve"]] and a["stall"] is None
 
 
 def test_other_weights_end_it_after_the_first_pair(command, monkeypatch):

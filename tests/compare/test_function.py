@@ -1,17 +1,30 @@
-"""Whether saving is really tried, and what counts as equal."""
+"""Whether a side's function is really tried, and what counts as equal."""
 
 from __future__ import annotations
 
+import errno
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
-from zenflow import ZenFlow
+import experiments.compare
+from tests.commands import SMOKE
 from zenflow.bench.topology import topology
-from zenflow.compare.function import check_saving, first_difference
+from zenflow.checkpoint_folder import load, read_manifest, save
+from zenflow.compare.config import CompareConfig
+from zenflow.compare.function import first_difference, try_side
 from zenflow.compare.side import digest
+from zenflow.disk import DiskFullError
+from zenflow.training.command import register
+from zenflow.training.engines import AdamW as AdamWRun
+from zenflow.training.engines import Report
+from zenflow.training.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -33,34 +46,163 @@ def test_the_first_difference_is_named(one, other, where):
     assert first_difference(one, other) == where
 
 
-def stepped(optimizer, network):
-    for _ in range(5):
-        network(torch.ones(3, 17, dtype=network.weight.dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@pytest.fixture
+def config():
+    """`config("engine=zenflow", ...)` as the command makes it, for 4 steps of the tiny model."""
+    register()
+    ConfigStore.instance().store(name="base_compare", node=CompareConfig)
+
+    def made(*words: str) -> CompareConfig:
+        with initialize_config_dir(str(experiments.compare.CONF), version_base="1.3"):
+            return OmegaConf.to_object(compose("compare", [*SMOKE, "steps=4", "evaluate_every=2", *words]))
+
+    return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zenflow_comes_back_equal(tmp_path, dtype):
-    network = torch.nn.Linear(17, 31).to(dtype)
-    with ZenFlow(network.parameters(), update_interval=2, min_deferred_numel=16, worker_threads=1) as optimizer:
-        stepped(optimizer, network)
-        optimizer.flush()
-        checks = check_saving("b", network, optimizer, tmp_path)
-    assert [check.works for check in checks] == [True, True] and not list(tmp_path.iterdir())
+def outcome(tried) -> dict[str, bool]:
+    return {check.name: check.works for check in tried.checks}
 
 
-def test_an_optimizer_that_forgets_is_found(tmp_path):
-    class Forgetful(torch.optim.AdamW):
-        def load_state_dict(self, state):
-            state["state"][0]["exp_avg"].zero_()
-            super().load_state_dict(state)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("engine=zenflow", "engine.update_interval=2", "engine.min_deferred_numel=64"),
+        ("engine=zenflow", "engine.update_interval=2", "model.dtype=bfloat16"),
+        ("engine=zero_offload",),
+        ("engine=adamw", "model.dtype=bfloat16"),
+        ("engine=adamw_offload",),
+        ("engine=simulated", "engine.update_interval=2"),
+    ],
+    ids=" ".join,
+)
+def test_a_side_that_works_goes_on_from_its_checkpoint(tmp_path, config, words):
+    tried = try_side("b", config(*words), tmp_path)
+    assert outcome(tried) == {"short run": True, "checkpoint": True, "going on from it": True}
+    resumed, uninterrupted = re.findall(r"[0-9.]+", tried.checks[2].seen)
+    assert resumed == uninterrupted and not list(tmp_path.iterdir())
 
-    network = torch.nn.Linear(17, 31)
-    optimizer = Forgetful(network.parameters())
-    stepped(optimizer, network)
-    weights, state = check_saving("b", network, optimizer, tmp_path)
-    assert weights.works and not state.works and "exp_avg" in state.seen
+
+def test_the_checkpoint_is_the_product_s_own_and_made_in_the_midst_of_a_window(tmp_path, config, monkeypatch):
+    read = []
+
+    def looked_at(folder):
+        names = sorted(path.name for path in folder.iterdir())
+        manifest, state = read_manifest(folder), load(folder)
+        read.append((names, manifest.shards, state["engine"]["optimizer"]["zenflow"]["clock"]))
+        return state
+
+    monkeypatch.setattr("zenflow.compare.function.load", looked_at)
+    try_side("b", config("engine=zenflow", "engine.update_interval=2"), tmp_path)
+    ((names, shards, clock),) = read
+    assert names == ["manifest.json", *shards] and len(shards) == 1
+    assert clock["step"] == 3 and clock["position"] % 2 == 1
+
+
+class Forgetful(AdamWRun):
+    """Loads nothing."""
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Resetting(AdamWRun):
+    """Comes back without its first moments."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for one in self.optimizer.state.values():
+            one["exp_avg"].zero_()
+
+
+class Refusing(AdamWRun):
+    def load_state_dict(self, state):
+        raise ValueError("the state is of another model")
+
+
+class Unkeepable(AdamWRun):
+    def state_dict(self):
+        return super().state_dict() | {"hook": print}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Forgetful, r"state\['engine'\]\['optimizer'\].* differs in what was loaded"),
+        (Resetting, r"\['exp_avg'\] differs in what was loaded"),
+        (Refusing, "optimizer state cannot be used here: the state is of another model"),
+        (Unkeepable, "hook"),
+    ],
+)
+def test_an_optimizer_that_does_not_come_back_is_found(tmp_path, config, monkeypatch, kind, told):
+    monkeypatch.setattr("zenflow.training.engines.AdamW", kind)
+    tried = try_side("b", config("engine=adamw"), tmp_path)
+    assert outcome(tried) == {"short run": True, "checkpoint": False}
+    assert re.search(told, tried.checks[1].seen) and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_differs_from_what_was_saved_is_found(tmp_path, config, monkeypatch):
+    def lossy(folder, state):
+        save(folder, state | {"model": {name: one + 1e-7 for name, one in state["model"].items()}})
+
+    monkeypatch.setattr("zenflow.compare.function.save", lossy)
+    tried = try_side("a", config("engine=adamw"), tmp_path)
+    assert not outcome(tried)["checkpoint"] and "differs in what was read" in tried.checks[1].seen
+
+
+def test_a_damaged_file_is_found(tmp_path, config, monkeypatch):
+    def damaging(folder, state):
+        save(folder, state)
+        shard = folder / "shard-00001.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+
+    monkeypatch.setattr("zenflow.compare.function.save", damaging)
+    tried = try_side("a", config("engine=adamw"), tmp_path)
+    assert not outcome(tried)["checkpoint"] and "is damaged: its SHA-256" in tried.checks[1].seen
+
+
+def test_a_full_disk_is_the_user_s_and_no_fault_of_a_side(tmp_path, config, monkeypatch):
+    def full(folder, state):
+        raise DiskFullError(errno.ENOSPC, "300 bytes are needed, 200 available", str(folder))
+
+    monkeypatch.setattr("zenflow.compare.function.save", full)
+    with pytest.raises(InputError, match="cannot be written: .*300 bytes are needed"):
+        try_side("b", config("engine=adamw"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Diverging(AdamWRun):
+    def step(self):
+        super().step()
+        with torch.no_grad():
+            self._weights[0].fill_(math.nan)
+
+
+class Astray(AdamWRun):
+    """Comes back with equal bits, and goes on elsewhere."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.zero_grad = lambda: [weight.data.mul_(3) for weight in self._weights]
+
+
+def test_a_loss_that_is_not_finite_is_found(tmp_path, config, monkeypatch):
+    monkeypatch.setattr("zenflow.training.engines.AdamW", Diverging)
+    tried = try_side("b", config("engine=adamw"), tmp_path)
+    assert outcome(tried)["short run"] is False and "held-out loss 5.503 -> nan" in tried.checks[0].seen
+
+
+def test_a_run_in_which_no_step_is_made_does_not_work(tmp_path, config, monkeypatch):
+    monkeypatch.setattr("zenflow.training.engines.AdamW.report", lambda _: Report(0.0, skipped_steps=4))
+    tried = try_side("b", config("engine=adamw"), tmp_path)
+    assert outcome(tried)["short run"] is False and tried.checks[0].seen.startswith("4 steps, 4 skipped")
+
+
+def test_another_end_from_the_checkpoint_is_found(tmp_path, config, monkeypatch):
+    monkeypatch.setattr("zenflow.training.engines.AdamW", Astray)
+    tried = try_side("b", config("engine=adamw"), tmp_path)
+    assert outcome(tried) == {"short run": True, "checkpoint": True, "going on from it": False}
 
 
 def test_a_digest_is_of_names_shapes_and_bits():

@@ -106,6 +106,17 @@ def test_function_comes_before_speed(check, verdict):
         assert found.reasons[0] == f"{check.side}: {check.name} does not work: {check.seen}."
 
 
+@pytest.mark.parametrize(("side", "verdict"), [("a", UNKNOWN), ("b", REJECT)])
+@pytest.mark.parametrize("runs", [[], [run("a", 0)]], ids=["no run", "one side's"])
+def test_without_a_pair_function_alone_decides(side, verdict, runs):
+    found = judge(runs, [Check(side, "checkpoint", False, "damaged")], min_gain=0.05, max_loss_rise=0.02)
+    assert found.verdict == verdict and found.criteria == ()
+    assert found.reasons == (f"{side}: checkpoint does not work: damaged.",)
+    assert any("are not compared" in remark for remark in found.remarks)
+    text = report(found, runs, [Check(side, "checkpoint", False, "damaged")], {"a": "x", "b": "y"}, {})
+    assert ("## 3." in text) == bool(runs) and "## Criteria" not in text
+
+
 def test_an_unstable_run_of_b_refuses_it():
     found = judged(changes={"faults": ("3 of 100 losses are not finite",)})
     assert found.verdict == REJECT and found.reasons == ("b: seed 2: 3 of 100 losses are not finite.",)

@@ -32,11 +32,19 @@ class Judgement:
     remarks: tuple[str, ...]
 
 
+def works(checks: Sequence[Check]) -> bool:
+    """Whether all of it does."""
+    return all(check.works for check in checks)
+
+
 def pairs_of(runs: Sequence[Run]) -> list[Pair]:
-    """(a, b) for every seed. ValueError where the two did not start from the same weights and batches."""
+    """(a, b) for every seed with both. ValueError where they did not start from the same weights and batches."""
     found = []
     for seed in dict.fromkeys(run.seed for run in runs):
-        a, b = (next(run for run in runs if (run.seed, run.side) == (seed, side)) for side in "ab")
+        both = [run for side in "ab" for run in runs if (run.seed, run.side) == (seed, side)]
+        if len(both) < 2:
+            continue
+        a, b = both
         for name in ("weights", "order"):
             if (one := getattr(a, name)) != (other := getattr(b, name)):
                 raise ValueError(
@@ -53,15 +61,11 @@ def judge(
 
     b is adopted if everything works and all four criteria are met; it is not if something of b's does not work or one
     criterion is missed; all else is not enough evidence, for example a side a that does not work itself. How busy
-    device or CPU are is no criterion. same: whether both sides have the same settings.
+    device or CPU are is no criterion. same: whether both sides have the same settings. With no pair of runs, because a
+    side did not work, there are no criteria.
     """
     pairs = pairs_of(runs)
-    found = (
-        criteria.throughput(pairs, min_gain),
-        criteria.waiting(pairs),
-        criteria.loss_after_steps(pairs, max_loss_rise),
-        criteria.loss_after_time(pairs, max_loss_rise),
-    )
+    found = _criteria(pairs, min_gain, max_loss_rise) if pairs else ()
     broken = {
         side: [f"{side}: {_broken(check)}" for check in checks if check.side == side and not check.works]
         for side in "ab"
@@ -76,6 +80,15 @@ def judge(
     else:
         verdict, reasons = ADOPT, [_told(item) for item in found if item.state == MET]
     return Judgement(verdict, tuple(reasons), found, tuple(_remarks(verdict, len(pairs), same)))
+
+
+def _criteria(pairs: Sequence[Pair], min_gain: float, max_loss_rise: float) -> tuple[Criterion, ...]:
+    return (
+        criteria.throughput(pairs, min_gain),
+        criteria.waiting(pairs),
+        criteria.loss_after_steps(pairs, max_loss_rise),
+        criteria.loss_after_time(pairs, max_loss_rise),
+    )
 
 
 def _broken(check: Check) -> str:
@@ -102,7 +115,9 @@ def _remarks(verdict: str, repeats: int, same: bool) -> list[str]:
     remarks = ["All of this holds for this model, data, length and machine; it promises nothing for another."]
     if verdict == ADOPT:
         remarks.append("Take b to a longer run, and look at its held-out loss there too.")
-    if repeats < 3:
+    if repeats == 0:
+        remarks.append("It ended here: speed and quality of what does not work are not compared.")
+    elif repeats < 3:
         remarks.append(f"{repeats} of at least 3 advised repeats were run: intervals are wide, or everything.")
     if same:
         remarks.append("Both sides have the same settings: what differs is noise.")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from zenflow.compare.config import CompareConfig
 from zenflow.compare.curve import Point, Run
-from zenflow.compare.function import check_saving
 from zenflow.compare.judge import Check
 from zenflow.diagnose.figures import StepParts
 from zenflow.diagnose.health import examine
@@ -34,20 +32,19 @@ from zenflow.training.metrics import Evaluation, History, StepTimer
 
 @dataclass(frozen=True)
 class Finished:
-    """A run with its settings, every `auto` resolved, and the checks of its function that were made with it."""
+    """A run, and the checks of its function that were made with it."""
 
     run: Run
     checks: list[Check]
-    settings: dict[str, Any]
 
 
-def run_side(side: str, config: CompareConfig, place: int, scratch: Path | None) -> Finished:
-    """Train once. scratch: a folder in which saving is tried at the end; None leaves it out."""
+def run_side(side: str, config: CompareConfig, place: int) -> Finished:
+    """Train once."""
     prepared = training.prepare(config)
     weights = digest(prepared.model.state_dict())
     model = prepared.model.to(prepared.device).train()
     with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
-        optimizer = engine.optimizer  # the optimizer itself: it has state, records and a process
+        optimizer = getattr(engine, "optimizer", None)  # the optimizer itself: it has records and a process
         pid = optimizer.stats().worker_pid if isinstance(optimizer, ZenFlow) else None
         meter = Meter(prepared.device, 0, config.steps, pid)
         seen = _Seen(prepared.data.train)
@@ -57,8 +54,7 @@ def run_side(side: str, config: CompareConfig, place: int, scratch: Path | None)
         Loop(config, model, data, ending, listener, StepTimer(prepared.device)).run()
         records = optimizer.records(wait=True) if isinstance(optimizer, ZenFlow) else None
         run = _run(side, config, place, (weights, seen.digest), meter, listener, records, ending)
-        checks = _checks(run) + ([] if scratch is None else check_saving(side, model, optimizer, scratch))
-        return Finished(run, checks, prepared.record)
+        return Finished(run, _checks(run))
 
 
 def digest(state: dict[str, Tensor]) -> str:

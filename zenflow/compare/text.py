@@ -57,14 +57,18 @@ def report(
         f"# {judgement.verdict}",
         "\n".join(f"- {side}: `{words}`" for side, words in sides.items()),
         "\n".join(reasons),
-        "## Criteria\n\n" + markdown([_criterion_row(item) for item in judgement.criteria], CRITERIA),
         "## 1. Function\n\n"
         + markdown([vars(check) | {"works": "yes" if check.works else "NO"} for check in checks], CHECKS),
-        "## 2. System, means over the seeds\n\n" + markdown(_system_rows(runs), SYSTEM),
-        "## 3. Quality, and every run in its order\n\n" + markdown(_run_rows(runs), [*RUNS, *_scores(runs)]),
-        LEGEND,
         machine_line,
     ]
+    if judgement.criteria:
+        parts.insert(3, "## Criteria\n\n" + markdown([_criterion_row(item) for item in judgement.criteria], CRITERIA))
+    if runs:
+        parts[-1:-1] = [
+            "## 2. System, means over the seeds\n\n" + markdown(_system_rows(runs), SYSTEM),
+            "## 3. Quality, and every run in its order\n\n" + markdown(_run_rows(runs), [*RUNS, *_scores(runs)]),
+            LEGEND,
+        ]
     return "\n\n".join(parts) + "\n"
 
 
