@@ -286,3 +286,22 @@ def test_a_long_copy_is_scaled_from_a_shorter_one(monkeypatch):
     assert COPY_LIMIT >= 1 << 30
     assert clock.copy_ms(3 << 12) == 3 * clock.copy_ms(1 << 12) > 0
     assert list(clock.copies()) == [1 << 12]
+
+
+@pytest.mark.parametrize("faster", [True, False], ids=["captured", "eager"])
+def test_everything_is_compared_with_the_faster_copy_over_whole_vectors(faster, monkeypatch):
+    timed: list[tuple[int, bool]] = []
+
+    class FakeClock(Clock):
+        def time(self, run, captured):
+            timed.append((2 * run().numel(), captured))
+            return Times(0.0, (1.0 if captured == faster else 1.5) * timed[-1][0], 0.0)
+
+    clock, odd = FakeClock(CPU), {0: 32, 1: 32, 32: 32, 33: 64, 1000: 1024, 4099: 4128}
+    assert [clock.copy_ms(n_bytes) for n_bytes in odd] == list(odd.values())
+    sizes = sorted(set(odd.values()))
+    assert timed == [(size, captured) for size in sizes for captured in (True, False)]
+    assert clock.copies() == {size: size for size in sizes}
+    monkeypatch.setattr("zenflow.bench.kernel_clock.COPY_LIMIT", 1 << 12)
+    assert clock.copy_ms((1 << 12) + 1) == (1 << 12) + 1
+    assert timed[len(sizes) * 2 :] == [(1 << 12, True), (1 << 12, False)]
