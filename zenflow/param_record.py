@@ -178,4 +178,5 @@ def bits(tensor: Tensor) -> Tensor:
 
 def view_of_its_own(flat: Tensor, shape: torch.Size) -> Tensor:
     """The same memory as `flat` in a storage of its own: tools that save models take one storage for one tensor."""
-    return torch.from_dlpack(flat.view(-1)).view(shape)
+    with torch.cuda.device_of(flat):  # dlpack exports from the current GPU alone
+        return torch.from_dlpack(flat.view(-1)).view(shape)
