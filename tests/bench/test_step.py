@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from tests.processes import ends_within
+from zenflow.bench import command
 from zenflow.bench.children import environment, module_command, run_job
 from zenflow.bench.command import main
 from zenflow.bench.hog import hog
+from zenflow.bench.jobs import plain_job
 from zenflow.bench.measure import measure
 from zenflow.bench.processes import family
 from zenflow.bench.registry import CONTESTANTS, Job
@@ -83,6 +85,24 @@ def test_the_floor_is_measured_around_what_leaves_its_model_as_it_was(monkeypatc
     monkeypatch.setitem(CONTESTANTS, "adamw", replace(CONTESTANTS["adamw"], leaves=False))
     assert [len(measure(job)[name]) for name in ("floor_ms", "launch_ms")] == [1, 1]
     assert measure(JOB)["floor_ms"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ([], {"torch-offload": 20, "adamw": 20, "sync": 20}),
+        (["--peer-windows", "2"], {"torch-offload": 4, "adamw": 20}),
+    ],
+)
+def test_a_peer_takes_as_many_steps_as_are_asked_for(words, steps):
+    args = command._parser().parse_args(["step", "--zenflow", "U=2", *words])
+    assert {trainer: plain_job(args, trainer).steps for trainer in steps} == steps
+
+
+def test_the_step_table_has_both_windows_and_all_that_keeps_its_gradients_on_the_host():
+    args = command._parser().parse_args(["step"])
+    assert [variant.settings.get("deferred_rule") or variant.settings.get("accumulate_on") or variant.window
+            for variant in args.zenflow] == [4, 8, "host", "replay"]  # fmt: skip
 
 
 def test_torch_s_adamw_on_the_host_trains_as_on_the_device():  # G8

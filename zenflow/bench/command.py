@@ -12,7 +12,7 @@ from pathlib import Path
 from zenflow.bench.proof import DEFAULT_TESTS, KERNEL_TESTS
 from zenflow.bench.registry import CONTESTANTS
 from zenflow.bench.shapes import SHAPES
-from zenflow.bench.variants import Variant, parse_variant
+from zenflow.bench.variants import DEFAULT_VARIANTS, Variant, parse_variant
 from zenflow.cores import physical_cores
 
 LAYOUTS = ("columns", "rows")
@@ -117,9 +117,10 @@ def _add_trainers(step: ArgumentParser) -> None:
         "--zenflow",
         nargs="+",
         type=_variant,
-        default=[parse_variant("U=4")],
+        default=[parse_variant(text) for text in DEFAULT_VARIANTS],
         metavar="SETTINGS",
-        help="one run for each: k, U or any ZenFlowConfig field, as in U=4,k=0.05 (default: U=4)",
+        help="one run for each: k, U or any ZenFlowConfig field, as in U=4,k=0.05 "
+        f"(default: {' '.join(DEFAULT_VARIANTS)})",
     )
     who.add_argument(
         "--windows",
@@ -127,6 +128,12 @@ def _add_trainers(step: ArgumentParser) -> None:
         default=10,
         metavar="N",
         help="timed windows of each ZenFlow; the other trainers take as many steps as the first (default: 10)",
+    )
+    who.add_argument(
+        "--peer-windows",
+        type=_integer(1),
+        metavar="N",
+        help="of the steps of the trainers that keep their state on the CPU and are not ours (default: as --windows)",
     )
 
 

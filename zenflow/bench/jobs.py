@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
-from zenflow.bench.registry import DEFAULT_U, SYNC, Job
+from zenflow.bench.registry import CONTESTANTS, DEFAULT_U, SYNC, Job
 from zenflow.bench.variants import Variant
 
 WARM_UP_WINDOWS = 2
@@ -35,10 +35,14 @@ def variant_job(args: Namespace, variant: Variant, label: str = "", **changes) -
 
 
 def plain_job(args: Namespace, trainer: str, label: str = "", **changes) -> Job:
-    """A contestant without settings: as many steps as ZenFlow's first variant, so that it takes as long a run."""
+    """A contestant without settings: as many steps as ZenFlow's first variant, so that it takes as long a run; a peer
+    as many as `--peer-windows` says."""
     window = args.zenflow[0].window if args.zenflow else DEFAULT_U
     if trainer == "sync":
         # Its windows are one step; the counts stay those of the others.
         job = job_for(args, trainer, label or trainer, window, SYNC, **changes)
         return replace(job, window=1)
-    return job_for(args, trainer, label or trainer, window, {}, **changes)
+    job = job_for(args, trainer, label or trainer, window, {}, **changes)
+    if CONTESTANTS[trainer].peer and args.peer_windows:
+        job = replace(job, steps=args.peer_windows * window)
+    return job

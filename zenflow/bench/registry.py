@@ -15,13 +15,15 @@ LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to 
 class Contestant:
     """`build` is `module:class`, called in the child as `class(model, job)`; `needs` a package that may be missing.
 
-    leaves: after `close()` the model is as it was, but for its weights.
+    leaves: after `close()` the model is as it was, but for its weights; peer: another project's offload, which takes
+    several times as long a step.
     """
 
     build: str
     needs: str | None = None
     note: str = ""
     leaves: bool = False
+    peer: bool = False
 
 
 CONTESTANTS = {
@@ -32,11 +34,20 @@ CONTESTANTS = {
         "zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous", leaves=True
     ),
     "torch-offload": Contestant(
-        "zenflow.bench.ours:OnHost", note="fp32 masters and moments on the CPU, torch's fused AdamW", leaves=True
+        "zenflow.bench.ours:OnHost",
+        note="fp32 masters and moments on the CPU, torch's fused AdamW",
+        leaves=True,
+        peer=True,
     ),
-    "torchao": Contestant("zenflow.bench.peers:TorchAO", "torchao", "bf16 state on the CPU, no masters, no clipping"),
-    "deepspeed-offload": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "ZeRO-2, optimizer on the CPU"),
-    "deepspeed-zenflow": Contestant("zenflow.bench.peers:DeepSpeed", "deepspeed", "k 0.1, U 4, overlap_step"),
+    "torchao": Contestant(
+        "zenflow.bench.peers:TorchAO", "torchao", "bf16 state on the CPU, no masters, no clipping", peer=True
+    ),
+    "deepspeed-offload": Contestant(
+        "zenflow.bench.peers:DeepSpeed", "deepspeed", "ZeRO-2, optimizer on the CPU", peer=True
+    ),
+    "deepspeed-zenflow": Contestant(
+        "zenflow.bench.peers:DeepSpeed", "deepspeed", "k 0.1, U 4, overlap_step", peer=True
+    ),
 }
 SYNC = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False}
 

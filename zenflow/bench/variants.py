@@ -9,6 +9,7 @@ from typing import Any
 from zenflow.config import ZenFlowConfig
 
 SHORT = {"k": "topk_ratio", "U": "update_interval"}
+DEFAULT_VARIANTS = ("U=4", "U=8", "U=4,accumulate_on=host", "U=4,accumulate_on=host,deferred_rule=replay")
 WORDS = {"true": True, "false": False, "none": None}
 
 
