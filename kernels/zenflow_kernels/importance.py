@@ -4,15 +4,16 @@
     magnitude   score[i] = sum over channel i of |f32(x)|
 
 Two stages in a fixed order, without atomics: every program sums a block of channels over a run of their elements, then
-the runs of each channel are added in their order. A launch takes many matrices, and its program number leads through
-`matrix_ptr` to what it is told of its own. fp32 throughout; a channel whose sum overflows, or that holds an inf or NaN,
-scores non-finite, which `select_channels` never prefers.
+the runs of each channel are added, RUNS_AT_ONCE of them side by side. A launch takes many matrices, and its program
+number leads through `matrix_ptr` to what it is told of its own. fp32 throughout; a channel whose sum overflows, or that
+holds an inf or NaN, scores non-finite, which `select_channels` never prefers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,16 +22,17 @@ from zenflow_kernels.channels import channel_axis, check_matrix, integers_on, ro
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 
 IMPORTANCES = ("square", "magnitude")
-RUN = 512  # elements of a channel that one program sums
+# Elements of a channel that one program sums: it reads some 100 KB of fp32 in both layouts.
+COLUMN_RUN, ROW_RUN = 512, 2048
 # Elements of a channel x channels, read at once; the second pair where the elements of a channel are neighbours.
 COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
 WARPS = 4
-SUM_BLOCK = 256  # channels whose runs one program adds
+SUM_BLOCK, RUNS_AT_ONCE = 256, 16  # channels whose runs one program adds, and how many runs it reads at once
 
 # Columns of what the kernels are told of a matrix, one int64 each. PLACE: of its address in `address_ptr`.
-N_FIELDS = tl.constexpr(9)
+N_FIELDS = tl.constexpr(10)
 PLACE, LENGTH, CHANNELS, COLS, BLOCKS = (tl.constexpr(column) for column in range(5))
-RUN_0, RUNS, SCORE_0, PROGRAM_0 = (tl.constexpr(column) for column in range(5, 9))
+RUN_0, RUNS, SCORE_0, RUN_PROGRAM_0, SUM_PROGRAM_0 = (tl.constexpr(column) for column in range(5, 10))
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def _runs_kernel(
     DTYPE: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.load(matrix_ptr + tl.program_id(0))
-    program = tl.program_id(0) - matrix_field(fields_ptr, matrix, PROGRAM_0)
+    program = tl.program_id(0) - matrix_field(fields_ptr, matrix, RUN_PROGRAM_0)
     blocks = matrix_field(fields_ptr, matrix, BLOCKS)
     address = tl.load(address_ptr + matrix_field(fields_ptr, matrix, PLACE))
     length, channels = matrix_field(fields_ptr, matrix, LENGTH), matrix_field(fields_ptr, matrix, CHANNELS)
@@ -74,26 +76,27 @@ def _runs_kernel(
 
 
 @triton.jit
-def add_runs(runs_ptr, fields_ptr, block_ptr, BLOCK_C: tl.constexpr):
+def add_runs(runs_ptr, fields_ptr, matrix_ptr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """This program's matrix, the places of its scores among all and their mask, and the scores; [BLOCK_C]."""
-    matrix = tl.load(block_ptr + 2 * tl.program_id(0))
-    c = tl.load(block_ptr + 2 * tl.program_id(0) + 1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    channels = matrix_field(fields_ptr, matrix, CHANNELS)
+    matrix = tl.load(matrix_ptr + tl.program_id(0))
+    c = (tl.program_id(0) - matrix_field(fields_ptr, matrix, SUM_PROGRAM_0)) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channels, runs = matrix_field(fields_ptr, matrix, CHANNELS), matrix_field(fields_ptr, matrix, RUNS).to(tl.int32)
     runs_ptr += matrix_field(fields_ptr, matrix, RUN_0)
-    total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    for _ in range(0, matrix_field(fields_ptr, matrix, RUNS).to(tl.int32)):
-        total += tl.load(runs_ptr + c, mask=c < channels, other=0.0)  # [BLOCK_C]
-        runs_ptr += channels
-    return matrix, matrix_field(fields_ptr, matrix, SCORE_0) + c, c < channels, total
+    sums = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
+    for offset in range(0, runs, BLOCK_R):
+        r = offset + tl.arange(0, BLOCK_R)
+        mask = (r < runs)[:, None] & (c < channels)[None, :]
+        sums += tl.load(runs_ptr + r[:, None] * channels + c[None, :], mask=mask, other=0.0)  # [BLOCK_R, BLOCK_C]
+    return matrix, matrix_field(fields_ptr, matrix, SCORE_0) + c, c < channels, tl.sum(sums, axis=0)
 
 
-@triton.jit(do_not_specialize=["block_ptr"])
+@triton.jit(do_not_specialize=["matrix_ptr"])
 def _add_runs_kernel(
-    runs_ptr, fields_ptr, block_ptr,
+    runs_ptr, fields_ptr, matrix_ptr,
     scores_ptr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    _, place, mask, total = add_runs(runs_ptr, fields_ptr, block_ptr, BLOCK_C)
+    _, place, mask, total = add_runs(runs_ptr, fields_ptr, matrix_ptr, BLOCK_R, BLOCK_C)
     tl.store(scores_ptr + place, total, mask=mask)
 
 
@@ -108,8 +111,8 @@ def channel_scores(x: Tensor, channel_dim: str, importance: str) -> Tensor:
 def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> list[Tensor]:
     """`channel_scores` of each of `xs`, all on one device; a matrix's scores do not depend on the others.
 
-    Two launches for each dtype and alignment of the rows, one copy to the device and no waiting for it. Raises
-    ValueError as `channel_scores`.
+    Two launches for each dtype and alignment of the rows, two copies to the device and no waiting for them. What is
+    told of matrices of these shapes is kept on the host for the next time. Raises ValueError as `channel_scores`.
     """
     channel_axis(channel_dim)
     if importance not in IMPORTANCES:
@@ -134,75 +137,105 @@ def grouped_scores(xs: Sequence[Tensor], channel_dim: str, importance: str) -> l
 
 
 def _launch_scores(xs: Sequence[Tensor], channel_dim: str, importance: str, multiple: int) -> list[Tensor]:
-    axis = channel_axis(channel_dim)
-    plan = RunPlan.of([x.shape for x in xs], range(len(xs)), channel_dim)
-    parts = plan.rows, plan.matrices, plan.blocks, [x.data_ptr() for x in xs]
-    told = integers_on(xs[0].device, [value for part in parts for value in part])
-    fields, matrix, block, address = told.split([len(part) for part in parts])
+    axis, device = channel_axis(channel_dim), xs[0].device
+    shapes = tuple(tuple(x.shape) for x in xs)
+    plan = _kept_plan(shapes, channel_dim, _run_block(channel_dim), pinned=device.type == "cuda")
+    told, address = plan.on(device), integers_on(device, [x.data_ptr() for x in xs])
     runs, scores = (xs[0].new_empty(size, dtype=torch.float32) for size in (plan.n_runs, plan.n_scores))
-    launch_runs(fields, matrix, address, runs, channel_dim, importance, xs[0].dtype, multiple)
-    _add_runs_kernel[(len(plan.blocks) // 2,)](
-        runs, fields, block,
+    launch_runs(told, address, runs, channel_dim, importance, xs[0].dtype, multiple)
+    _add_runs_kernel[(told.sum_matrix.numel(),)](
+        runs, told.fields, told.sum_matrix,
         scores,
-        BLOCK_C=SUM_BLOCK,
+        BLOCK_R=RUNS_AT_ONCE, BLOCK_C=SUM_BLOCK,
         **EXACT,
     )  # fmt: skip
     return list(scores.split([x.shape[axis] for x in xs]))
 
 
 @dataclass(frozen=True)
+class Told:
+    """What is on the device: int64, N_FIELDS a matrix; int32, the matrix of each program of the two kernels."""
+
+    fields: Tensor
+    run_matrix: Tensor
+    sum_matrix: Tensor
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What the kernels are told of some matrices, none of them empty, whose scores lie one behind the other."""
 
-    rows: list[int]  # N_FIELDS a matrix
-    matrices: list[int]  # of each program that sums runs
-    blocks: list[int]  # matrix and number among its blocks, of each program that adds them
+    words: Tensor  # int32, on the host: `Told`, one part behind the other
+    lengths: tuple[int, int, int]
     n_runs: int  # sums of runs in all
     n_scores: int
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, int]], places: Sequence[int], channel_dim: str) -> RunPlan:
+    def of(cls, shapes: Sequence[tuple[int, int]], places: Sequence[int], channel_dim: str, *, pinned: bool) -> RunPlan:
         """`[rows, cols]` of each, and the place of its address among those that `launch_runs` is given."""
-        axis, (_, block_c) = channel_axis(channel_dim), _blocks(channel_dim)
-        rows, matrices, blocks = [], [], []
+        axis, (run, _, block_c) = channel_axis(channel_dim), _run_block(channel_dim)
+        rows, run_programs, sum_programs = [], [0], [0]
         run_0 = score_0 = 0
-        for number, (shape, place) in enumerate(zip(shapes, places, strict=True)):
+        for shape, place in zip(shapes, places, strict=True):
             length, channels = shape[1 - axis], shape[axis]
-            n_runs, channel_blocks = -(-length // RUN), -(-channels // block_c)
-            rows += [place, length, channels, shape[1], channel_blocks, run_0, n_runs, score_0, len(matrices)]
-            matrices += [number] * (n_runs * channel_blocks)
-            for block in range(-(-channels // SUM_BLOCK)):
-                blocks += [number, block]
+            n_runs, blocks = -(-length // run), -(-channels // block_c)
+            rows += [place, length, channels, shape[1], blocks, run_0, n_runs, score_0]
+            rows += [run_programs[-1], sum_programs[-1]]
+            run_programs.append(run_programs[-1] + n_runs * blocks)
+            sum_programs.append(sum_programs[-1] - (-channels // SUM_BLOCK))
             run_0, score_0 = run_0 + n_runs * channels, score_0 + channels
-        return cls(rows, matrices, blocks, run_0, score_0)
+        fields = torch.tensor(rows, dtype=torch.int64).view(torch.int32)
+        parts = [fields, *(_repeated(firsts) for firsts in (run_programs, sum_programs))]
+        words = torch.cat(parts)
+        lengths = tuple(part.numel() for part in parts)
+        return cls(words.pin_memory() if pinned else words, lengths, run_0, score_0)
+
+    def on(self, device: torch.device) -> Told:
+        """A copy for the device, without waiting for it."""
+        fields, run_matrix, sum_matrix = self.words.to(device, non_blocking=True).split(self.lengths)
+        return Told(fields.view(torch.int64), run_matrix, sum_matrix)
 
 
-def _blocks(channel_dim: str) -> tuple[int, int]:
-    return COLUMN_BLOCK if channel_dim == "column" else ROW_BLOCK
+def _repeated(firsts: list[int]) -> Tensor:
+    """int32: the number of each matrix, as often as it has programs."""
+    counts = torch.tensor(firsts, dtype=torch.int64).diff()
+    return torch.repeat_interleave(torch.arange(counts.numel(), dtype=torch.int32), counts)
+
+
+@lru_cache(maxsize=8)
+def _kept_plan(
+    shapes: tuple[tuple[int, int], ...], channel_dim: str, block: tuple[int, int, int], *, pinned: bool
+) -> RunPlan:
+    assert block == _run_block(channel_dim)  # given because a search changes it
+    return RunPlan.of(shapes, range(len(shapes)), channel_dim, pinned=pinned)
+
+
+def _run_block(channel_dim: str) -> tuple[int, int, int]:
+    """Elements of a run, and of a block along the channels and across them."""
+    return (COLUMN_RUN, *COLUMN_BLOCK) if channel_dim == "column" else (ROW_RUN, *ROW_BLOCK)
 
 
 def launch_runs(
-    fields: Tensor, matrix: Tensor, address: Tensor, runs: Tensor,
+    told: Told, address: Tensor, runs: Tensor,
     channel_dim: str, importance: str, dtype: torch.dtype, multiple: int,
 ) -> None:  # fmt: skip
     """Sum the runs of the matrices of a `RunPlan`, of one `dtype`, into `runs`, fp32 `[n_runs]`, in one launch.
 
-    `fields`, `matrix`, `address`: int64 on the device; an address of 0 is a matrix of zeros. `multiple`: as
-    `row_multiple` says.
+    `address`: int64 on the device; 0 is a matrix of zeros. `multiple`: as `row_multiple` says.
     """
-    block_l, block_c = _blocks(channel_dim)
-    _runs_kernel[(matrix.numel(),)](
-        fields, matrix, address,
+    run, block_l, block_c = _run_block(channel_dim)
+    _runs_kernel[(told.run_matrix.numel(),)](
+        told.fields, told.run_matrix, address,
         runs,
-        SQUARE=importance == "square", ROW=channel_dim == "row", RUN=RUN, BLOCK_L=block_l, BLOCK_C=block_c,
+        SQUARE=importance == "square", ROW=channel_dim == "row", RUN=run, BLOCK_L=block_l, BLOCK_C=block_c,
         DTYPE=triton_dtype(dtype), MULTIPLE=multiple,
         num_warps=WARPS, **EXACT,
     )  # fmt: skip
 
 
 def channel_scores_reference(x: Tensor, channel_dim: str, importance: str) -> Tensor:
-    """The same scores by torch: runs of `RUN` elements, then their sum; the order inside a run is torch's."""
+    """The same scores by torch: runs, then their sum; the order inside a run, and that of the runs, is torch's."""
     values = x.float()
     values = values * values if importance == "square" else values.abs()
-    along = 1 - channel_axis(channel_dim)
-    return torch.stack([run.sum(along) for run in values.split(RUN, along)]).sum(0)
+    along, (run_length, *_) = 1 - channel_axis(channel_dim), _run_block(channel_dim)
+    return torch.stack([run.sum(along) for run in values.split(run_length, along)]).sum(0)

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zenflow_kernels.channels import integers_on
 from zenflow_kernels.control import FOLD_NONE, FOLD_OVERWRITE, StepControl
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, uses_triton
 from zenflow_kernels.importance import (
     IMPORTANCES,
     PLACE,
+    RUNS_AT_ONCE,
     SUM_BLOCK,
     RunPlan,
+    Told,
     add_runs,
     channel_scores_reference,
     launch_runs,
@@ -39,14 +40,14 @@ from zenflow_kernels.table import ALIGN_BYTES, Table
 NONE, OVERWRITE = tl.constexpr(FOLD_NONE), tl.constexpr(FOLD_OVERWRITE)
 
 
-@triton.jit(do_not_specialize=["fold_ptr"])
+@triton.jit(do_not_specialize=["matrix_ptr", "fold_ptr"])
 def _keep_scores_kernel(
-    runs_ptr, fields_ptr, block_ptr, fold_ptr, inv_scale_ptr, clip_ptr,
+    runs_ptr, fields_ptr, matrix_ptr, fold_ptr, inv_scale_ptr, clip_ptr,
     kept_ptr,
     rate,
-    SQUARE: tl.constexpr, AVERAGE: tl.constexpr, BLOCK_C: tl.constexpr,
+    SQUARE: tl.constexpr, AVERAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    matrix, place, mask, score = add_runs(runs_ptr, fields_ptr, block_ptr, BLOCK_C)  # [BLOCK_C]
+    matrix, place, mask, score = add_runs(runs_ptr, fields_ptr, matrix_ptr, BLOCK_R, BLOCK_C)  # [BLOCK_C]
     fold = tl.load(fold_ptr + matrix_field(fields_ptr, matrix, PLACE))
     factor = tl.load(inv_scale_ptr) * tl.load(clip_ptr)
     score = score * factor
@@ -69,9 +70,7 @@ class _Launch:
     multiple: int
     kept: Tensor
     n_runs: int
-    fields: Tensor
-    matrix: Tensor
-    block: Tensor
+    told: Told
 
 
 class RunningScores:
@@ -100,12 +99,11 @@ class RunningScores:
 
     def _planned(self, kind: str, multiple: int, numbers: list[int]) -> _Launch:
         entries, device = [self.table.entries[number] for number in numbers], self.table.device
-        plan = RunPlan.of([entry.shape for entry in entries], numbers, kind)
+        plan = RunPlan.of([entry.shape for entry in entries], numbers, kind, pinned=False)
         kept = torch.zeros(plan.n_scores, dtype=torch.float32, device=device)
         for number, scores in zip(numbers, kept.split([entry.channels for entry in entries]), strict=True):
             self.scores[number] = scores
-        told = (integers_on(device, part) for part in (plan.rows, plan.matrices, plan.blocks))
-        return _Launch(kind, multiple, kept, plan.n_runs, *told)
+        return _Launch(kind, multiple, kept, plan.n_runs, plan.on(device))
 
     def clear(self) -> None:
         """Begin anew with zeros."""
@@ -124,16 +122,17 @@ class RunningScores:
                 self._launch(launch, control)
 
     def _launch(self, launch: _Launch, control: StepControl) -> None:
-        runs, table = launch.kept.new_empty(launch.n_runs), self.table
+        runs, table, told = launch.kept.new_empty(launch.n_runs), self.table, launch.told
         launch_runs(
-            launch.fields, launch.matrix, table.grad_ptrs, runs,
+            told, table.grad_ptrs, runs,
             launch.kind, self.importance, table.weight_dtype, launch.multiple if table.grads_aligned else 1,
         )  # fmt: skip
-        _keep_scores_kernel[(launch.block.numel() // 2,)](
-            runs, launch.fields, launch.block, control.fold[table.first :], control.inv_scale, control.clip,
+        _keep_scores_kernel[(told.sum_matrix.numel(),)](
+            runs, told.fields, told.sum_matrix, control.fold[table.first :], control.inv_scale, control.clip,
             launch.kept,
             self.rate or 0.0,
-            SQUARE=self.importance == "square", AVERAGE=self.rate is not None, BLOCK_C=SUM_BLOCK,
+            SQUARE=self.importance == "square", AVERAGE=self.rate is not None,
+            BLOCK_R=RUNS_AT_ONCE, BLOCK_C=SUM_BLOCK,
             **EXACT,
         )  # fmt: skip
 

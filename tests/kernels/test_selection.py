@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from zenflow_kernels import topk
-from zenflow_kernels.importance import IMPORTANCES, channel_scores, channel_scores_reference, grouped_scores
+from zenflow_kernels.importance import (
+    IMPORTANCES,
+    RunPlan,
+    _kept_plan,
+    channel_scores,
+    channel_scores_reference,
+    grouped_scores,
+)
 from zenflow_kernels.topk import grouped_choices, select_channels, select_channels_reference
 
 from tests.kernels.building import Padded, bits, values
@@ -68,6 +75,38 @@ def test_the_scores_of_a_matrix_do_not_depend_on_its_neighbours(channel_dim, dev
             assert_scores(scores, x, channel_dim, "square")
     assert torch.isfinite(together[-1]).logical_not().nonzero().tolist() == [[3 if channel_dim == "column" else 2]]
     pad.check()
+
+
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_programs_are_counted_once_for_matrices_of_the_same_shapes(channel_dim, device, monkeypatch):
+    """Their thousands of programs cost the host nothing the next time, and are counted anew for other blocks."""
+    xs = [torch.ones(3, 4, device=device), torch.ones(2100, 8, device=device)]
+    expected = [x.sum(0 if channel_dim == "column" else 1).tolist() for x in xs]
+
+    def scores(given: list[torch.Tensor]) -> list[list[float]]:
+        return [score.tolist() for score in grouped_scores(given, channel_dim, "square")]
+
+    _kept_plan.cache_clear()
+    assert scores(xs) == scores(xs) == expected
+    assert (_kept_plan.cache_info().misses, _kept_plan.cache_info().hits) == (1, 1)
+    for name in ("COLUMN_RUN", "ROW_RUN"):
+        monkeypatch.setattr(f"zenflow_kernels.importance.{name}", 1024)
+    assert scores(xs) == expected and scores(xs[::-1]) == expected[::-1]
+    assert (_kept_plan.cache_info().misses, _kept_plan.cache_info().hits) == (3, 1)
+
+
+def test_a_plan_leads_every_program_to_its_matrix():
+    """Programs, runs and scores of the matrices lie one behind the other."""
+    plan = RunPlan.of([(1025, 300), (3, 8), (512, 257)], [4, 0, 7], "column", pinned=False)
+    told = plan.on(torch.device("cpu"))
+    assert told.fields.view(3, -1).tolist() == [
+        [4, 1025, 300, 300, 2, 0, 3, 0, 0, 0],
+        [0, 3, 8, 8, 1, 900, 1, 300, 6, 2],
+        [7, 512, 257, 257, 2, 908, 1, 308, 7, 3],
+    ]
+    assert told.run_matrix.tolist() == [0] * 6 + [1] + [2] * 2
+    assert told.sum_matrix.tolist() == [0] * 2 + [1] + [2] * 2
+    assert (plan.n_runs, plan.n_scores) == (1165, 565)
 
 
 def test_no_matrices_have_no_scores():

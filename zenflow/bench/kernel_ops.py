@@ -16,7 +16,7 @@ from zenflow_kernels.close_step import close_step, close_step_reference
 from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE, StepControl
 from zenflow_kernels.fused_step import fused_step, step_entry_reference, write_masters, write_masters_reference
 from zenflow_kernels.gather import gather_channels, gather_channels_reference
-from zenflow_kernels.importance import RUN, channel_scores, channel_scores_reference
+from zenflow_kernels.importance import COLUMN_RUN, ROW_RUN, channel_scores, channel_scores_reference
 from zenflow_kernels.norm import partial_norms, partial_norms_reference
 from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.running_scores import RunningScores
@@ -109,7 +109,8 @@ def _masters_moved(problem: Problem) -> Moved:
 
 def _scores_moved(problem: Problem) -> Moved:
     must = problem.item * problem.numel + 4 * problem.channels
-    return Moved(must, must + 8 * problem.channels * -(-problem.length // RUN))
+    run = COLUMN_RUN if problem.layout == "columns" else ROW_RUN
+    return Moved(must, must + 8 * problem.channels * -(-problem.length // run))
 
 
 def _running_moved(problem: Problem) -> Moved:
