@@ -34,7 +34,7 @@ def measured(
         "trainer_cpus": 4,
         "worker_cpu": 8 * seconds * steps,
         "worker_cpus": 12,
-        "offload": Offload(stall, moved, moved, busy, 28e9) if known else None,
+        "offload": Offload([stall] * steps, moved, moved, busy, 28e9) if known else None,
         "ceilings": Ceilings(50e9, 50e9, 100e9),
         "memory": Memory(peak=10_000_000_000, activations=6_000_000_000, card=20_000_000_000),
     }

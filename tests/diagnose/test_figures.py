@@ -25,6 +25,18 @@ def test_median_and_p95_are_of_the_steps_and_steady_ones_leave_the_data_out():
     assert figures.steady_p95 == pytest.approx(0.1)
 
 
+def test_idle_times_are_those_of_single_steps():
+    steps = [StepParts(0.1, 0.01, 0.05)] * 9 + [StepParts(1.1, 0.02, 0.9)]
+    made = replace(measured(stall=0.0, steps=10), steps=steps)
+    made = replace(made, offload=replace(made.offload, stalls=[0.04] * 9 + [0.8]))
+    figures = summarise(made)
+    assert (figures.idle_median, figures.idle_p95) == pytest.approx((0.05, 0.82))
+    assert (figures.stall, figures.usual_stall) == pytest.approx((0.116, 0.04))
+    assert summarise(replace(made, offload=replace(made.offload, stalls=[0.04] * 9))).idle_p95 is None
+    assert summarise(measured(stall=None)).idle_median is None
+    assert summarise(measured(stall=None, offloads=False, data=0.03)).idle_median == pytest.approx(0.03)
+
+
 def test_cpu_bandwidth_and_traffic():
     figures = summarise(measured(seconds=0.1, stall=0.05, busy=0.4, moved=2e9))
     assert (figures.trainer_cpus, figures.worker_cpus) == pytest.approx((2, 8))

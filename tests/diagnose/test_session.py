@@ -51,7 +51,7 @@ def test_three_lines_around_a_loop():
     assert len(measured.steps) == len(measured.losses) == 5 and result.figures.health.falling
     deferred = 37 * 53 + 53 * 3
     assert measured.offload.bytes_to_host >= 4 * deferred and measured.offload.pass_bytes == 28 * deferred
-    assert measured.offload.stall > 0 and measured.offload.worker_busy > 0
+    assert len(measured.offload.stalls) == 5 and sum(measured.offload.stalls) > 0 and measured.offload.worker_busy > 0
     assert all(0 < step.optimizer < step.seconds for step in measured.steps)
 
 

@@ -49,6 +49,19 @@ def test_each_verdict(settings, kind):
     assert verdict(**settings).kind == kind
 
 
+@pytest.mark.parametrize(("waiting", "kind"), [(2, INCONCLUSIVE), (49, INCONCLUSIVE), (51, OFFLOAD)])
+def test_a_device_that_waits_in_few_steps_does_not_keep_waiting(waiting, kind):
+    """ "Keeps waiting after backward": two pauses of 5 s are no bottleneck, however large their share is."""
+    stall = 5.0 if waiting == 2 else 0.04
+    steps = [StepParts(0.1, 0.0, 0.05)] * (100 - waiting) + [StepParts(0.1 + stall, 0.0, 0.05 + stall)] * waiting
+    made = measured(stall=0.0, busy=0.04, steps=100)
+    made = replace(made, steps=steps, offload=replace(made.offload, stalls=[0.0] * (100 - waiting) + [stall] * waiting))
+    found = Result.of(made, Thresholds(noise=2.0))
+    assert found.figures.stall_share > 0.1 and found.verdict.kind == kind
+    if kind == INCONCLUSIVE:
+        assert "the wait of few steps" in found.verdict.reason and found.verdict.advice is None
+
+
 def test_uneven_steps_give_no_verdict_however_much_is_waited_for():
     steps = [StepParts(0.1, 0.0, 0.06)] * 90 + [StepParts(0.2, 0.0, 0.06)] * 10
     found = Result.of(replace(measured(stall=0.05, busy=0.04), steps=steps)).verdict
@@ -97,7 +110,8 @@ def test_utilisation_decides_nothing(settings):
     for utilisation in (0.0, 0.5, 1.0):
         found = verdict(**settings, utilisation=utilisation)
         assert (found.kind, found.reason, found.next) == (without.kind, without.reason, without.next)
-        assert "says nothing about speed or quality" in found.remarks[-1]
+        assert f"by NVML {utilisation:.0%}; that alone says nothing about speed or quality" in found.remarks[-1]
+    assert "busy" in without.remarks[-1] and "says nothing about speed or quality" in without.remarks[-1]
 
 
 def test_slow_pcie_alone_is_no_reason():
@@ -134,6 +148,23 @@ def test_few_steps_are_remarked_on():
 def test_a_loss_that_does_not_fall_is_remarked_on():
     found = verdict(losses=[2.0] * 100)
     assert found.kind == COMPUTE and any("does not fall" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize(("after", "told"), [(1.9, False), (2.0, False), (2.1, True)])
+def test_a_held_out_loss_that_rises_is_remarked_on(after, told):
+    remarks = verdict(validation_before=2.0, validation_after=after).remarks
+    assert any("held-out loss rises" in remark for remark in remarks) == told
+
+
+def test_the_first_try_changes_no_more_than_k_and_u():
+    assert "with all else as it is at first" in verdict(stall=0.05, busy=0.04).next
+
+
+def test_held_out_scores_are_told_beside_the_loss():
+    scores = {"scores_before": {"accuracy": 0.5, "matthews": 0.0}, "scores_after": {"accuracy": 0.75, "matthews": 0.5}}
+    text = Result.of(measured(validation_before=2.0, validation_after=1.0, **scores)).text()
+    for name, course in (("accuracy", "0.500 -> 0.750"), ("matthews", "0.000 -> 0.500")):
+        assert re.search(rf"held-out {name} +{course}", text)
 
 
 def test_thresholds_can_be_chosen():

@@ -30,12 +30,12 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Offload:
-    """Of an optimizer that keeps records: what it waited for and moved, a mean a measured step.
+    """Of an optimizer that keeps records: what it waited for in each measured step, and moved, a mean a step.
 
-    `stall` is device time in which nothing ran because a result of the CPU, or a copy, had not come.
+    `stalls` are device time in which nothing ran because a result of the CPU, or a copy, had not come.
     """
 
-    stall: float
+    stalls: Sequence[float]
     bytes_to_host: float
     bytes_to_device: float
     worker_busy: float  # the CPU optimizer's pass
@@ -82,12 +82,15 @@ class Measured:
     skipped_steps: int = 0
     validation_before: float | None = None  # held-out loss
     validation_after: float | None = None
+    scores_before: dict[str, float] = field(default_factory=dict)  # of the task, held out: accuracy, Matthews, ...
+    scores_after: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Figures:
     """A mean a step, except median and p95; `steady_p95` is that of the steps' times without the waiting for data.
 
+    `usual_stall` is the median step's: a wait that the mean alone has is one of few steps.
     `busy_share` is an upper bound: gaps between two launches within forward and backward count as busy.
     """
 
@@ -101,11 +104,14 @@ class Figures:
     compute: float
     optimizer: float
     stall: float | None
+    usual_stall: float | None
     data_share: float
     optimizer_share: float
     stall_share: float | None
     busy_share: float
     idle_share: float
+    idle_median: float | None  # of a step's idle time; None where an optimizer on the host keeps no records
+    idle_p95: float | None
     utilisation: float | None
     trainer_cpus: float  # CPUs' worth of time, user and system
     worker_cpus: float | None
@@ -130,11 +136,12 @@ def summarise(measured: Measured) -> Figures:
     )
     offload, memory, ceilings = measured.offload, measured.memory, measured.ceilings
     # On the device's clock a part may exceed its whole by a rounding.
-    stall = None if offload is None else min(offload.stall, optimizer)
+    stall = None if offload is None else min(statistics.fmean(offload.stalls), optimizer)
     moved = None if offload is None else offload.bytes_to_host + offload.bytes_to_device
     idle = data + (stall or 0.0)
     times = [step.seconds for step in measured.steps]
     steady = [step.seconds - step.data for step in measured.steps]
+    idle_times = _idle_times(measured)
     pass_bandwidth = _per(offload and offload.pass_bytes, offload and offload.worker_busy)
     return Figures(
         steps=len(times),
@@ -147,11 +154,14 @@ def summarise(measured: Measured) -> Figures:
         compute=max(0.0, mean - data - optimizer),
         optimizer=optimizer - (stall or 0.0),
         stall=stall,
+        usual_stall=None if offload is None else statistics.median(offload.stalls),
         data_share=data / mean,
         optimizer_share=optimizer / mean,
         stall_share=None if stall is None else stall / mean,
         busy_share=1 - idle / mean,
         idle_share=idle / mean,
+        idle_median=statistics.median(idle_times) if idle_times else None,
+        idle_p95=p95(idle_times) if idle_times else None,
         utilisation=measured.utilisation,
         trainer_cpus=measured.trainer_cpu / measured.wall,
         worker_cpus=_per(measured.worker_cpu, measured.wall),
@@ -172,6 +182,15 @@ def summarise(measured: Measured) -> Figures:
             [loss for loss in (measured.validation_before, measured.validation_after) if loss is not None],
         ),
     )
+
+
+def _idle_times(measured: Measured) -> list[float]:
+    """Each step's; none where the waiting for the CPU is not known, or not of every step."""
+    if measured.offload is None:
+        return [] if measured.offloads else [step.data for step in measured.steps]
+    if len(measured.offload.stalls) != len(measured.steps):
+        return []
+    return [step.data + stall for step, stall in zip(measured.steps, measured.offload.stalls, strict=True)]
 
 
 def _per(amount: float | None, unit: float | None) -> float | None:

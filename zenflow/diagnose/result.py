@@ -28,7 +28,13 @@ class Result:
     def of(cls, measured: Measured, limits: Thresholds | None = None) -> Result:
         """Figures and verdict of what was measured; at least one step."""
         limits, figures = limits or Thresholds(), summarise(measured)
-        verdict = judge(figures, parameters=measured.parameters, offloads=measured.offloads, limits=limits)
+        verdict = judge(
+            figures,
+            parameters=measured.parameters,
+            offloads=measured.offloads,
+            limits=limits,
+            validation=(measured.validation_before, measured.validation_after),
+        )
         return cls(measured, figures, limits, verdict)
 
     def json(self, **more: Any) -> str:
@@ -56,7 +62,7 @@ def rows(f: Figures, m: Measured) -> list[tuple[str, str]]:
         ("optimizer, on the device", _share(f.optimizer, f.mean)),
         ("waiting for CPU or PCIe", "not known for this optimizer" if f.stall is None else _share(f.stall, f.mean)),
         ("waiting for data", _share(f.data, f.mean)),
-        ("device", f"busy at most {f.busy_share:.1%}, idle at least {f.idle_share:.1%}" + _nvml(f)),
+        ("device", f"busy at most {f.busy_share:.1%}, idle at least {f.idle_share:.1%}" + _idle(f) + _nvml(f)),
         ("trainer", f"{f.trainer_cpus:.2f} CPUs of {m.trainer_cpus:g}"),
     ]
     if f.worker_cpus is not None and m.worker_cpus is not None:
@@ -84,6 +90,12 @@ def rows(f: Figures, m: Measured) -> list[tuple[str, str]]:
     return [*found, ("loss", _loss(f)), *_validation(m)]
 
 
+def _idle(f: Figures) -> str:
+    if f.idle_median is None or f.idle_p95 is None:
+        return ""
+    return f" (of a step: median {_ms(f.idle_median)}, p95 {_ms(f.idle_p95)})"
+
+
 def _nvml(f: Figures) -> str:
     return "" if f.utilisation is None else f"; some kernel ran {f.utilisation:.0%} of the time, says NVML"
 
@@ -109,7 +121,12 @@ def _loss(f: Figures) -> str:
 def _validation(m: Measured) -> list[tuple[str, str]]:
     if m.validation_before is None or m.validation_after is None:
         return []
-    return [("held-out loss", f"{m.validation_before:.4g} -> {m.validation_after:.4g}")]
+    scores = [
+        (f"held-out {name}", f"{m.scores_before[name]:.3f} -> {value:.3f}")
+        for name, value in m.scores_after.items()
+        if name in m.scores_before
+    ]
+    return [("held-out loss", f"{m.validation_before:.4g} -> {m.validation_after:.4g}"), *scores]
 
 
 def _table(found: list[tuple[str, str]]) -> str:

@@ -127,6 +127,7 @@ class _Listener:
 
     def evaluation(self, result: Evaluation) -> None:
         self._diagnosis.validation.append(result.loss)
+        self._diagnosis.scores.append(result.named_scores)
 
 
 @contextmanager

@@ -58,7 +58,9 @@ class Diagnosis:
         self._steps_before = 0 if before is None else before.steps
         self._device = self._params()[0].device
         self.meter = Meter(self._device, warm_up, steps, None if before is None else before.worker_pid)
-        self.validation: list[float] = []  # held-out losses, if the loop takes any: the first and the last are told
+        # Held-out losses and scores by name, if the loop takes any: the first and the last are told.
+        self.validation: list[float] = []
+        self.scores: list[dict[str, float]] = []
         self._losses: list[Tensor | float] = []
         self._hooks: list[Any] = []
         self._under_way: AbstractContextManager[None] | None = None
@@ -132,6 +134,8 @@ class Diagnosis:
             skipped_steps=0 if self._zenflow is None else self._zenflow.stats().skipped_steps,
             validation_before=self.validation[0] if self.validation else None,
             validation_after=self.validation[-1] if self.validation else None,
+            scores_before=self.scores[0] if self.scores else {},
+            scores_after=self.scores[-1] if self.scores else {},
         )
 
     def _offload(self, optimizer: ZenFlow, steps: int) -> Offload | None:
@@ -141,7 +145,7 @@ class Diagnosis:
             return None
         deferred = [param for param in self._params() if is_deferred(optimizer.config, param)]
         return Offload(
-            stall=statistics.fmean(record.stall_seconds for record in records),
+            stalls=[record.stall_seconds for record in sorted(records, key=lambda record: record.step)],
             bytes_to_host=statistics.fmean(record.bytes_to_host for record in records),
             bytes_to_device=statistics.fmean(record.bytes_to_device for record in records),
             worker_busy=statistics.fmean(record.worker_busy_seconds for record in records),

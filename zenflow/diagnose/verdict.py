@@ -41,14 +41,22 @@ class Verdict:
     advice: Advice | None = None
 
 
-def judge(figures: Figures, *, parameters: int, offloads: bool, limits: Thresholds | None = None) -> Verdict:
+def judge(
+    figures: Figures,
+    *,
+    parameters: int,
+    offloads: bool,
+    limits: Thresholds | None = None,
+    validation: tuple[float | None, float | None] = (None, None),
+) -> Verdict:
     """The first that holds: unhealthy, inconclusive, data-bound, memory-rich, offload-bound, compute-bound.
 
     Of data and offload the one that is waited for longer. offloads: whether the run kept optimizer state on the host.
+    validation: the held-out loss before and after.
     """
     limits = limits or Thresholds()
     kind, reason, following, advice = _decide(figures, parameters, offloads, limits)
-    return Verdict(kind, reason, following, tuple(_remarks(figures, kind, limits)), advice)
+    return Verdict(kind, reason, following, tuple(_remarks(figures, kind, limits, validation)), advice)
 
 
 Decision = tuple[str, str, str, Advice | None]
@@ -89,6 +97,14 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
             None,
         )
     if offloads and stall_share >= limits.stall_share:
+        if (usual := figures.usual_stall or 0.0) < limits.stall_share * figures.median:
+            return (
+                INCONCLUSIVE,
+                f"A mean step waits {_ms(figures.stall)} ({stall_share:.1%}) for the CPU or for PCIe, but the median "
+                f"one {_ms(usual)}: it is the wait of few steps.",
+                "Stop what else runs on this machine, measure more steps (diagnose.steps), and repeat.",
+                None,
+            )
         return _offload_bound(figures, parameters, limits)
     return (
         COMPUTE,
@@ -113,7 +129,8 @@ def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Dec
         OFFLOAD,
         f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe"
         f"{_of_what(figures)}.",
-        f"Try ZenFlow: {advice.overrides}. By these measurements {fit}. That is an estimate: the work is hidden under "
+        f"Try ZenFlow: {advice.overrides}, with all else as it is at first. By these measurements {fit}. That is an "
+        "estimate: the work is hidden under "
         "compute where it fits, not gone, and speed and quality are known only after zenflow-compare. No gradient is "
         "dropped; a longer window hides more and costs more quality, so look at the held-out loss before U grows.",
         advice,
@@ -148,20 +165,26 @@ def _of_what(figures: Figures) -> str:
     return f": {', '.join(parts)}"
 
 
-def _remarks(figures: Figures, kind: str, limits: Thresholds) -> Iterator[str]:
+def _remarks(
+    figures: Figures, kind: str, limits: Thresholds, validation: tuple[float | None, float | None]
+) -> Iterator[str]:
     yield "All of this holds for this model, batch, length, machine and these versions; another run is measured anew."
     if figures.steps < limits.advised_steps:
         yield f"Only {figures.steps} steps were measured; {limits.advised_steps} to 500 are advised."
     if not figures.health.falling:
         yield "The loss does not fall over these steps; whether the training works is not shown."
+    before, after = validation
+    if before is not None and after is not None and after > before:
+        yield f"The held-out loss rises over these steps, from {before:.4g} to {after:.4g}: look at that first."
     if kind != DATA and figures.data_share >= limits.data_share:
         yield f"Waiting for batches takes {figures.data_share:.1%} of a step."
     if kind != OFFLOAD and (figures.stall_share or 0.0) >= limits.stall_share:
         yield f"Waiting for CPU or PCIe takes {figures.stall_share:.1%} of a step."
-    if figures.utilisation is not None:
-        yield (
-            f"NVML calls the device {figures.utilisation:.0%} utilised; that alone says nothing about speed or quality."
-        )
+    told = "" if figures.utilisation is None else f", by NVML {figures.utilisation:.0%}"
+    yield (
+        f"The device is busy {figures.busy_share:.0%} of the time at most{told}; that alone says nothing about speed "
+        "or quality."
+    )
 
 
 def _ms(seconds: float | None) -> str:
