@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
 from tests.report.making import make
 from zenflow.report import breakdown, curves, heat_map, pareto, scores
 from zenflow.report.figures import Curve, validation_line
-from zenflow.report.look import PALETTE, paint, spread_out
+from zenflow.report.look import PALETTE, in_lines, paint, plain_ticks, spread_out
 from zenflow.report.pictures import STEMS, draw
 from zenflow.report.runs import read
 from zenflow.report.study import Study, studies
@@ -109,6 +111,46 @@ def test_points_names_do_not_overlap(tmp_path):
     assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
 
 
+LONG = {"engine__upload": "step", "engine__accumulate_on": "host", "optimizer__lr": 1e-4}
+
+
+def test_long_names_keep_to_their_pictures(tmp_path):
+    """Everything that is written lies in its picture, and nothing of it on anything else that is."""
+    cells = [cell(k, u, 2.0 + k * u / 50, seconds=1 + k / 20) for k in (0.1, 0.2, 0.4) for u in (2, 4)]
+    study = study_of(tmp_path, base(2.0, seconds=0.5), *cells, *(cell(0.1, u, 1.5 + u, **LONG) for u in (2, 4)))
+    assert study.usual == "accumulate_on gpu, upload backward, lr 0.002"
+    for draw_one in (pareto.draw, breakdown.draw, lambda study: curves.draw(study, over_seconds=False)):
+        title, figure = draw_one(study)
+        renderer, whole = FigureCanvasAgg(figure).get_renderer(), figure.bbox
+        figure.draw_without_rendering()
+        written = [text for axis in figure.axes for text in axis.texts if text.get_text()]
+        written += [label for axis in figure.axes for label in axis.get_yticklabels() if label.get_visible()]
+        boxes = [text.get_window_extent(renderer) for text in written]
+        assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 for box in boxes), title
+        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])], title
+        assert all(axis.get_window_extent(renderer).width > 0.35 * whole.width for axis in figure.axes), title
+        notes = " ".join([figure.get_supxlabel(), *(axis.get_title(loc="left") for axis in figure.axes)])
+        assert study.usual in notes.replace("\n", " "), title
+
+
+@pytest.mark.parametrize(
+    ("label", "lines"),
+    [
+        ("adamw", "adamw"),
+        ("zenflow, k 0.1, U 4", "zenflow, k 0.1, U 4"),
+        ("zenflow, k 0.1, U 4, accumulate_on host", "zenflow, k 0.1, U 4,\naccumulate_on host"),
+        ("a_word_that_is_longer_than_a_line_can_be, U 4", "a_word_that_is_longer_than_a_line_can_be,\nU 4"),
+    ],
+)
+def test_labels_break_between_their_parts(label, lines):
+    assert in_lines(label) == lines
+
+
+@pytest.mark.parametrize(("value", "written"), [(2.5, "2.5"), (12500.0, "12,500"), (0.0, "0"), (3e7, "30,000,000")])
+def test_a_tick_is_written_as_it_is(value, written):
+    assert plain_ticks(value) == written
+
+
 def test_of_many_points_those_have_names_that_stand_out_or_are_on_the_front(tmp_path):
     cells = [cell(k, u, 2.0 + k * u, seconds=1 + k) for k in (0.1, 0.2, 0.4, 0.8) for u in (2, 4, 8)]
     fast = cell(0.9, 8, 3.9, seconds=0.25)
@@ -184,6 +226,12 @@ def test_bars_add_up_to_the_step(tmp_path):
     assert rows[0] == [1000.0]
     assert len(rows[1]) == 4 and sum(rows[1]) == pytest.approx(2000.0)
     assert [label.get_text() for label in axis.get_yticklabels()] == ["adamw", "zenflow"]
+    assert texts(figure) == ["1,000", "2,000"]
+
+
+def test_a_bar_s_figure_has_as_many_decimals_as_the_longest_needs(tmp_path):
+    _, figure = breakdown.draw(study_of(tmp_path, base(2.0, seconds=0.024), cell(0.1, 2, 2.0, seconds=0.0255)))
+    assert texts(figure) == ["24.0", "25.5"]
 
 
 def test_every_score_has_a_panel_with_the_settings_that_have_it(tmp_path):

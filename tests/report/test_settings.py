@@ -6,7 +6,17 @@ import pytest
 
 from tests.report.making import ZERO_OFFLOAD, config, make
 from zenflow.report.runs import read
-from zenflow.report.settings import differing, key, matches, named, parse_overrides, setting_of, task_name, task_of
+from zenflow.report.settings import (
+    brief,
+    differing,
+    key,
+    matches,
+    named,
+    parse_overrides,
+    setting_of,
+    task_name,
+    task_of,
+)
 from zenflow.report.study import studies
 from zenflow.training.errors import InputError
 
@@ -89,6 +99,39 @@ def test_values_are_shown_so_that_they_differ():
     ]
     assert names({"model__path": "/m/a/x"}, {"model__path": "/m/b/x"}) == ["path a/x", "path b/x"]
     assert names({"evaluate_every": None}, {"evaluate_every": 2}) == ["evaluate_every null", "evaluate_every 2"]
+
+
+def briefs(*changes: dict) -> tuple[list[str], str]:
+    found = settings(*changes)
+    return brief(found, differing(found))
+
+
+def test_a_label_leaves_out_what_most_settings_have():
+    grid = [{"engine__topk_ratio": k, "optimizer__lr": 2e-3} for k in (0.05, 0.1, 0.2)]
+    other = {"engine__upload": "step", "engine__accumulate_on": "host", "optimizer__lr": 1e-4}
+    labels, usual = briefs({"engine": {}}, *grid, other)
+    assert labels == ["adamw", "zenflow, k 0.05", "zenflow, k 0.1", "zenflow, k 0.2",
+                      "zenflow, k 0.1, accumulate_on host, upload step, lr 0.0001"]  # fmt: skip
+    assert usual == "accumulate_on gpu, upload backward, lr 0.002"
+
+
+def test_short_names_are_labels():
+    changes = [{"engine": {}}, {"engine__topk_ratio": 0.2}, {"engine__topk_ratio": 0.3}]
+    assert briefs(*changes) == (names(*changes), "")
+
+
+def test_labels_are_as_distinct_as_names():
+    """A delay that follows from other values is in no name, so the usual one is in every label."""
+    long = {"engine__accumulate_on": "host", "engine__upload": "step"}
+    changes = [
+        {"engine__visible_after": 2},
+        {"engine__visible_after": 2} | long,
+        {"engine__visible_after": 4} | long,
+        long,
+    ]
+    labels, usual = briefs(*changes)
+    assert len(set(labels)) == len(set(names(*changes))) and "visible_after" not in usual
+    assert sum("visible_after 2" in label for label in labels) == 2
 
 
 def test_equal_last_names_are_told_apart():

@@ -8,10 +8,10 @@ from textwrap import fill
 from zenflow.diagnose.result import Result
 
 PARTS = (
-    ("data", "waiting for data", "#a16207"),
-    ("compute", "forward and backward", "#9aa5b1"),
-    ("optimizer", "optimizer", "#1d4ed8"),
-    ("stall", "waiting for CPU or PCIe", "#c2410c"),
+    ("data", "waiting for data", "#a16207", "white"),
+    ("compute", "forward and backward", "#9aa5b1", "black"),
+    ("optimizer", "optimizer", "#1d4ed8", "white"),
+    ("stall", "waiting for CPU or PCIe", "#c2410c", "white"),
 )
 LABEL_FROM = 0.06  # of the bar: a narrower part has no room for its figure
 COLUMNS = 130
@@ -27,13 +27,15 @@ def save_picture(result: Result, path: Path) -> None:
     figure = Figure(figsize=(9.5, 2.7 + 0.2 * (1 + words.count("\n"))), layout="constrained")
     axis, below = figure.subplots(2, 1, height_ratios=[1.6, 0.3 + 0.2 * (1 + words.count("\n"))])
     left = 0.0
-    for name, label, color in PARTS:
+    for name, label, color, ink in PARTS:
         milliseconds = 1e3 * (getattr(figures, name) or 0.0)
-        axis.barh([0], [milliseconds], left=left, color=color, label=label)
-        if milliseconds > LABEL_FROM * 1e3 * figures.mean:
+        has_room = milliseconds > LABEL_FROM * 1e3 * figures.mean
+        told = label if has_room else f"{label}: {milliseconds:.1f} ms"
+        axis.barh([0], [milliseconds], left=left, color=color, label=told)
+        if has_room:
             axis.text(
                 left + milliseconds / 2, 0, f"{milliseconds:.1f} ms\n{milliseconds / (1e3 * figures.mean):.0%}",
-                ha="center", va="center", color="white", fontsize=9,
+                ha="center", va="center", color=ink, fontsize=9,
             )  # fmt: skip
         left += milliseconds
     axis.set_xlim(0, 1e3 * figures.mean)

@@ -50,7 +50,7 @@ def _finish_gathering(axis: Any, study: Study) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set(xlim=(100 * CURVE[0], 100), ylim=(0, 100))
     axis.set(xlabel="top channels (% of a matrix's)", ylabel="share of the squared gradient norm (%)")
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.legend(facecolor="white", edgecolor="none", framealpha=1, fontsize=8, loc="upper left")
 
 
 def _survival(axis: Any, rows: Sequence[Row], dim: str, color: str) -> None:
@@ -73,4 +73,5 @@ def _finish_survival(axis: Any, study: Study, lags: Sequence[int]) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set(ylim=(0, 100 + LEGEND_HEIGHT), xlabel=f"steps after selecting {chance:.3g}% of the channels")
     axis.set(yticks=range(0, 101, 20), ylabel="share (%)")
-    axis.legend(frameon=False, fontsize=7.5, loc="upper left", ncols=2, handlelength=1.6, columnspacing=1.0)
+    box = {"facecolor": "white", "edgecolor": "none", "framealpha": 1}  # the grid ends below it
+    axis.legend(**box, fontsize=7.5, loc="upper left", ncols=2, handlelength=1.6, columnspacing=1.0)

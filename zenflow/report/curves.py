@@ -23,6 +23,7 @@ from zenflow.report.look import (
     paint,
     plain_log,
     seeds_note,
+    usual_note,
 )
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
@@ -80,7 +81,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         notes.append("dotted: the shortest run's end, where losses are compared")
     if grey := sum(curve.look is None for curve in validation):
         notes.append(f"grey: {more_settings(grey)}")
-    entitle(figure, title, notes)
+    entitle(figure, title, notes + usual_note(study))
     axis, _, last = panels[-1]
     label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])
     return title, figure
@@ -98,7 +99,7 @@ def named_curves(study: Study, line: Callable[[Run], tuple[Any, Any]], scale: fl
         curve = Curve(curve.x / scale, curve.mean, curve.std)
         scaled = [(np.asarray(x) / scale, y) for x, y in lines]
         by_seed = dict(zip(setting.seeds, scaled, strict=True)) if len(set(setting.seeds)) == len(lines) else {}
-        named.append(Named(setting.name, curve, looks.get(setting.name), setting is study.baseline, by_seed))
+        named.append(Named(setting.label, curve, looks.get(setting.name), setting is study.baseline, by_seed))
     return named
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from textwrap import fill
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
@@ -50,6 +53,8 @@ STYLE = {
 # Where a point's name may stand: points of distance, then right and up of it; the first free place is taken.
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 CANDIDATES = [(distance, right, up) for distance in (7, 14, 22, 32, 44, 60) for right, up in SIDES]
+PADDING = 2  # pixels around a name
+OUT_WEIGHS = 10  # times what a name covers
 WIDE_RATIO = 10  # of the largest to the smallest value, from which an axis is logarithmic
 
 
@@ -68,8 +73,13 @@ def plain_log(axis: Axes) -> None:
     """A logarithmic y axis with a few ticks that are written as plain numbers."""
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_major_formatter(plain_ticks)
     axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def plain_ticks(value: float, _: Any = None) -> str:
+    """12500.0 as 12,500, and 2.5 as it is: a tick is never rounded to another number."""
+    return f"{value:,.12g}"
 
 
 def paint(study: Study) -> dict[str, tuple[str, str]]:
@@ -100,6 +110,21 @@ def entitle(figure: Figure, title: str, notes: Sequence[str] = ()) -> None:
         figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5, color=FAINT)
 
 
+def usual_note(study: Study) -> list[str]:
+    """What goes without saying in the labels."""
+    return [f"where a label does not say otherwise: {study.usual}"] if study.usual else []
+
+
+def in_lines(label: str, width: int = 30) -> str:
+    """A setting's label in lines that are about so wide, broken between its parts."""
+    lines = [""]
+    for part in label.split(", "):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += f"{part}, "
+    return "\n".join(lines).removesuffix(", ").replace(", \n", ",\n")
+
+
 def seeds_note(study: Study, what: str) -> list[str]:
     """What a band or a bar is, where there are several seeds."""
     counts = {len(setting.runs) for setting in study.settings}
@@ -122,10 +147,12 @@ def halo(width: float = 2.5) -> list[Any]:
 def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]], line_height: float = 0.062) -> None:
     """Names at the right of the axes, for lines that end at (x, y): (name, x, y, colour), moved apart where needed.
 
-    `line_height` is a label's height as a share of the axes'. The limits of the axes must not change any more.
+    `line_height` is a line of text's height as a share of the axes'. The limits of the axes must not change any more.
     """
     places = []
-    for name, x, y, color in ends:
+    broken = [(in_lines(name), *end) for name, *end in ends]
+    line_height *= 1 + max((name.count("\n") for name, *_ in broken), default=0)
+    for name, x, y, color in broken:
         places.append((axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1], name, x, y, color))
     places.sort(key=lambda place: place[0])
     heights = spread_out([place[0] for place in places], line_height)
@@ -167,28 +194,42 @@ def spread_out(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def label_points(
-    axis: Axes, points: Sequence[tuple[str, float, float, str]], bars: Sequence[tuple[float, float]]
+    axis: Axes,
+    points: Sequence[tuple[str, float, float, str]],
+    bars: Sequence[tuple[float, float]],
+    border: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Names beside points (name, x, y, colour), each where it covers no point, no bar and no name before it.
+    """Names beside points (name, x, y, colour), each where it covers no point, no bar, no border and no earlier name.
 
-    `bars`: how far each point's error bars reach in x and y. The axes must have their limits. A name that is not right
-    beside its point gets a line to it; an empty one is not drawn.
+    `bars`: how far each point's error bars reach in x and y. `border`: the corners of a line along the axes. The axes
+    must have their limits. A name that is not right beside its point gets a line to it; an empty one is not drawn. With
+    no free place within the axes it covers as little as it can.
     """
     figure = axis.figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # the layout
     inside = axis.get_window_extent(renderer)
     taken = [box for point, bar in zip(points, bars, strict=True) for box in _cross(axis, *point[1:3], *bar)]
+    corners = axis.transData.transform(border) if border else []
+    taken += [
+        Bbox.from_extents(*np.minimum(one, other) - 1, *np.maximum(one, other) + 1) for one, other in pairwise(corners)
+    ]
     for name, x, y, color in (point for point in points if point[0]):
-        text = axis.annotate(name, (x, y), (0, 0), textcoords="offset points", color=color, fontsize=8)
+        text = axis.annotate(
+            in_lines(name, 24), (x, y), (0, 0), textcoords="offset points", color=color, fontsize=8, linespacing=1.0
+        )
         text.set_path_effects(halo())
+        text.set_in_layout(False)  # it lies in the axes, which would move
+        tried = []
         for distance, right, up in CANDIDATES:
-            text.set(position=(right * distance, up * distance))
-            text.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
-            box = text.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in taken) and _holds(inside, box):
+            _put(text, distance, right, up)
+            box = text.get_window_extent(renderer).padded(PADDING)
+            tried.append((_outside(inside, box) + sum(_overlap(box, other) for other in taken), distance, right, up))
+            if not tried[-1][0]:
                 break
-        taken.append(box)
+        _, distance, right, up = min(tried, key=lambda place: place[0])
+        _put(text, distance, right, up)
+        taken.append(text.get_window_extent(renderer).padded(PADDING))
         if distance > CANDIDATES[0][0] or (right and up):
             axis.annotate(
                 "",
@@ -211,5 +252,17 @@ def _cross(axis: Axes, x: float, y: float, across: float, upwards: float) -> lis
     ]
 
 
-def _holds(outer: Bbox, inner: Bbox) -> bool:
-    return outer.x0 <= inner.x0 and inner.x1 <= outer.x1 and outer.y0 <= inner.y0 and inner.y1 <= outer.y1
+def _put(text: Annotation, distance: float, right: int, up: int) -> None:
+    text.set(position=(right * distance, up * distance))
+    text.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    """In square pixels."""
+    common = Bbox.intersection(one, other)
+    return 0.0 if common is None else common.width * common.height
+
+
+def _outside(outer: Bbox, inner: Bbox) -> float:
+    """What of `inner` is not in `outer`, which weighs more than what is covered."""
+    return OUT_WEIGHS * (inner.width * inner.height - _overlap(outer, inner))

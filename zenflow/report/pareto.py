@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from zenflow.report.look import FAINT, QUIET, entitle, is_wide, label_points, more_settings, page, paint, seeds_note
+from zenflow.report.look import (
+    FAINT,
+    QUIET,
+    entitle,
+    is_wide,
+    label_points,
+    more_settings,
+    page,
+    paint,
+    plain_ticks,
+    seeds_note,
+    usual_note,
+)
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
 
@@ -47,30 +60,32 @@ def draw(study: Study) -> tuple[str, Any]:
     if is_wide([speed for speed, _ in points]):
         axis.set_xscale("log")
     axis.margins(0.16, 0.14)
-    _draw_front(axis, [points[index] for index in best])
+    axis.set_xlim(left=max(0.0, axis.get_xlim()[0]))  # no speed is negative
+    border = _draw_front(axis, [points[index] for index in best])
     axis.set(xlabel="speed (tokens/s)", ylabel=f"validation loss {when}")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.xaxis.set_major_formatter(plain_ticks)
     notes = [f"dashed: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
     if unnamed := sum(name == "" for name, *_ in labels):
         notes.append(f"grey without a name: {more_settings(unnamed)}")
-    entitle(figure, title, notes + seeds_note(study, "bars"))
-    label_points(axis, labels, bars)
+    entitle(figure, title, notes + seeds_note(study, "bars") + usual_note(study))
+    label_points(axis, labels, bars, border)
     return title, figure
 
 
-def _draw_front(axis: Axes, corners: Sequence[tuple[float, float]]) -> None:
+def _draw_front(axis: Axes, corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The border of what the settings on the front (fastest first) reach, from the axes' left to their top."""
     (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
     corners = [(left, corners[-1][1]), *reversed(corners), (corners[0][0], top)]
     axis.step(*zip(*corners, strict=True), where="pre", color=QUIET, linewidth=1.2, linestyle="--", zorder=1)
     axis.set(xlim=(left, right), ylim=(bottom, top))
+    return [corner for here, there in pairwise(corners) for corner in (here, (here[0], there[1]), there)]
 
 
 def _short(setting: Setting) -> str:
     """Without the engine where there is more to say: most points of a sweep are ZenFlow's."""
-    return setting.name.removeprefix(f"{ZENFLOW}, ")
+    return setting.label.removeprefix(f"{ZENFLOW}, ")
 
 
 def _unnamed(study: Study) -> str:
-    shortened = any(_short(setting) != setting.name for setting in study.settings)
+    shortened = any(_short(setting) != setting.label for setting in study.settings)
     return "; without an engine's name: ZenFlow" if shortened else ""

@@ -31,6 +31,7 @@ WITHOUT_EFFECT = (
     *("checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
+LONG = 30  # characters, from which on a name is too long for a picture
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
@@ -133,21 +134,49 @@ def _value(values: Values, name: str) -> Hashable:
     return values.get(name, NOT_RECORDED)
 
 
-def named(settings: Sequence[Values], keys: Sequence[str]) -> list[str]:
-    """Each setting by its values of `keys`, as "zenflow, k 0.05, U 4"; the engine alone where nothing differs."""
-    short = _short_names(keys)
+def named(settings: Sequence[Values], keys: Sequence[str], usual: Values | None = None) -> list[str]:
+    """Each setting by its values of `keys`, as "zenflow, k 0.05, U 4"; the engine alone where nothing differs.
+
+    usual: values that go without saying.
+    """
+    short, usual = _short_names(keys), usual or {}
     names = []
     for values in settings:
         parts = [str(values["engine"])] if "engine" in keys or not keys else []
         for name in keys:
             if name == DELAY and name not in values:
                 continue  # it follows from the others
+            if name in usual and _value(values, name) == usual[name]:
+                continue
             if name != "engine" and _has(values, name):
                 others = {_value(other, name) for other in settings}
                 word = _shown(_value(values, name), others)
                 parts.append(word if name == "machine" else f"{short[name]} {word}")
         names.append(", ".join(parts) or str(values["engine"]))
     return names
+
+
+def brief(settings: Sequence[Values], keys: Sequence[str]) -> tuple[list[str], str]:
+    """Names for a picture, and what they leave out: of long ones the values that most settings have.
+
+    They are as distinct as the full names, which they are where these are short enough.
+    """
+    full = named(settings, keys)
+    if max(map(len, full)) <= LONG:
+        return full, ""
+    usual: Values = {}
+    for name in keys:
+        if name not in ("engine", "machine", DELAY, *SYMBOLS):
+            shown = [_value(values, name) for values in settings if _has(values, name)]
+            usual[name] = max(shown, key=shown.count)
+    short = named(settings, keys, usual)
+    if len(set(short)) < len(short):
+        return full, ""
+    words, everyone = _short_names(keys), settings
+    told = [
+        f"{words[name]} {_shown(value, {_value(other, name) for other in everyone})}" for name, value in usual.items()
+    ]
+    return short, ", ".join(told)
 
 
 def details(values: Values, others: Sequence[Values]) -> list[str]:

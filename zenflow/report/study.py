@@ -26,6 +26,7 @@ from zenflow.training.errors import InputError
 class Setting:
     """Runs that differ in the seed alone. `figures` are those of its runs, `spreads` their means, under equal names.
 
+    `label` is the name in a picture, which is shorter where names are long (`Study.usual`).
     `vs_steps` and `vs_seconds`: percent by which the mean validation loss lies above the baseline's, at equal steps and
     at equal training time; None without a baseline. `pairs` are the same differences seed by seed, where both have the
     same seeds, under the figures' names.
@@ -40,6 +41,7 @@ class Setting:
     vs_steps: float | None = None
     vs_seconds: float | None = None
     pairs: dict[str, Spread | None] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def seeds(self) -> list[int]:
@@ -53,7 +55,10 @@ class Setting:
 
 @dataclass
 class Study:
-    """Settings of one task, sorted; `keys` are those in which they differ. `notes` are sentences of caution."""
+    """Settings of one task, sorted; `keys` are those in which they differ. `notes` are sentences of caution.
+
+    `usual` are the values of most settings, which their labels leave out; empty where nothing is left out.
+    """
 
     title: str
     keys: list[str]
@@ -62,11 +67,12 @@ class Study:
     seconds: float  # of training, the shortest run's
     baseline: Setting | None = None
     notes: list[str] = field(default_factory=list)
+    usual: str = ""
 
     @property
     def base_name(self) -> str:
         """The baseline as a word of a title."""
-        return "AdamW" if self.baseline.values["engine"] == ADAMW else f"“{self.baseline.name}”"
+        return "AdamW" if self.baseline.values["engine"] == ADAMW else f"“{self.baseline.label}”"
 
 
 def studies(runs: Sequence[Run], left_out: Sequence[LeftOut], baseline: Values) -> list[Study]:
@@ -106,8 +112,11 @@ def _study(title: str, runs: list[Run], left_out: Sequence[LeftOut]) -> Study:
     all_values = [values for values, _ in grouped.values()]
     keys = settings.differing(all_values)
     names = settings.named(all_values, keys)
-    members = [Setting(name, *pair) for name, pair in zip(names, grouped.values(), strict=True)]
-    study = Study(title, keys, members, equal_step(runs), equal_seconds(runs))
+    labels, usual = settings.brief(all_values, keys)
+    members = [
+        Setting(name, *pair, label=label) for name, label, pair in zip(names, labels, grouped.values(), strict=True)
+    ]
+    study = Study(title, keys, members, equal_step(runs), equal_seconds(runs), usual=usual)
     study.settings.sort(key=lambda setting: settings.order(setting.values, keys))
     for setting in study.settings:
         setting.runs.sort(key=lambda run: run.config["seed"])
