@@ -136,7 +136,7 @@ def assert_same_run(actual: Run, expected: Run) -> None:
         assert getattr(one, name) == getattr(other, name), name
 
 
-def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any], what: str = "") -> None:
     for group in (*actual["param_groups"], *expected["param_groups"]):
         group.pop("differentiable", None)  # torch gives it to groups that are added after a load
     for index in actual["state"].keys() - expected["state"].keys():
@@ -145,9 +145,9 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         for row in actual["zenflow"]["present_log"]:
             assert not row.pop(index)
     (tree, tensors), (expected_tree, expected_tensors) = flatten(actual), flatten(expected)
-    assert tree == expected_tree
+    assert tree == expected_tree, what
     for name, tensor in expected_tensors.items():
-        assert_same_bits(tensors[name], tensor, name)
+        assert_same_bits(tensors[name], tensor, f"{what}{name}")
 
 
 def check_resumed(

@@ -131,13 +131,17 @@ def test_moments_in_bf16_are_taken_exactly(device: str, build: Builder) -> None:
         assert_same_bits(state.master.view(parameter.shape), parameter.detach().float().cpu(), f"master of {index}")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
-def test_channels_of_different_t_keep_their_corrected_moments(channel_dim: str, device: str, build: Builder) -> None:
+def test_channels_of_different_t_keep_their_corrected_moments(
+    channel_dim: str, dtype: str, device: str, build: Builder
+) -> None:
     """Selected channels have an update a step, deferred ones one a window: AdamW's step is the largest, and the moments
-    that it will correct for bias are those of each channel, to one rounding of fp32 (relative, 2**-23)."""
-    parameters = make_parameters(SHAPES, device=device)
+    that it will correct for bias are those of each channel, to one rounding of fp32 (relative, 2**-23); C12: whatever
+    dtype the weights have."""
+    parameters = make_parameters(SHAPES, DTYPES[dtype], device)
     engine = build(parameters, **{**SETTINGS, "channel_dim": channel_dim, "select_interval": 50}, betas=(0.8, 0.99))
-    for grads in make_gradients(SHAPES, steps=6):
+    for grads in make_gradients(SHAPES, DTYPES[dtype], 6):
         feed(parameters, grads)
         engine.step()
     with pytest.raises(RuntimeError, match="flush"):
@@ -151,6 +155,7 @@ def test_channels_of_different_t_keep_their_corrected_moments(channel_dim: str, 
             assert set(own.step.tolist()) == {2, 6}
         per_channel = own.step.double().view((-1, 1) if channel_dim == "row" else (1, -1))
         for name, beta in (("exp_avg", 0.8), ("exp_avg_sq", 0.99)):
+            assert entry[name].dtype == torch.float32
             expected = getattr(own, name).double() / (1 - beta**per_channel)
             actual = entry[name].reshape(expected.shape).double() / (1 - beta**6)
             torch.testing.assert_close(actual, expected, rtol=2**-23, atol=0)

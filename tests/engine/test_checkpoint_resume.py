@@ -186,11 +186,13 @@ def test_x3_swapped_weights_after_a_load_keep_the_masters_low_bits(device: str, 
     check_resumed(script, [4, 5, 7], device, build, tmp_path)
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["", "state-without-layout"])
 def test_the_norm_is_summed_in_the_order_of_the_saved_run(
-    device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+    older: bool, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that woke up late comes last there, and first where the optimizer is built anew: the order of a sum
-    decides on its last bit, and so on clip factors. Later layers follow in all runs; a second load keeps the order."""
+    decides on its last bit, and so on clip factors. Later layers follow in all runs; a second load keeps the order.
+    States of older versions say nothing of the layout, and have an order all the same."""
     summed: list[torch.Tensor] = []
 
     def watched(control: Any, partials: torch.Tensor, *arguments: Any, **options: Any) -> None:
@@ -216,7 +218,10 @@ def test_the_norm_is_summed_in_the_order_of_the_saved_run(
     for seed in (5, 6):
         fresh = make_parameters(shapes, device=device, seed=seed)
         engines.append(build([*fresh[:3]], max_grad_norm=0.5))
-        engines[-1].load_state_dict(engines[-2].state_dict())
+        state = engines[-2].state_dict()
+        if older:
+            del state["zenflow"]["layout"]
+        engines[-1].load_state_dict(state)
         resumed.append(fresh)
     for one, others in zip(engines, resumed, strict=True):
         one.add_param_group({"params": others[3:]})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ MIB = 1 << 20
 BUILDS = 20
 
 
-def run_script(script: str, timeout: float = 120) -> str:
-    """What a script in a process of its own prints."""
+def run_script(script: str, timeout: float = 120, within: Sequence[str] = ()) -> str:
+    """What a script in a process of its own prints; within: a command that runs the one behind it."""
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=timeout
+        [*within, sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -176,6 +178,52 @@ def test_e9_twenty_builds_leave_nothing(rule: str, device: str) -> None:
     # One build takes 18 MiB of host memory and more: a leak of it would be 360.
     assert after.pop("resident") - before.pop("resident") < 32 * MIB
     assert after == before
+
+
+E1 = """
+import errno, json, os, torch
+from zenflow import ZenFlow
+
+def is_full(nbytes):
+    with open("/dev/shm/probe", "wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            return error.errno == errno.ENOSPC
+    return False
+
+full = is_full(200 << 20)
+os.unlink("/dev/shm/probe")
+weight = torch.nn.Parameter(torch.ones(1024, 1024))
+settings = dict(topk_ratio=0.1, update_interval=25, accumulate_on="host", deferred_rule="replay", overlap_step=False)
+with ZenFlow([weight], lr=0.1, weight_decay=0, worker_threads=1, **settings) as engine:
+    ring = engine._pipeline.storages[0].segment.lanes * weight.nbytes
+    for _ in range(25):
+        weight.grad = torch.ones_like(weight)
+        engine.step()
+    used = os.listdir("/dev/shm")
+print(json.dumps([full, ring, used, os.listdir("/dev/shm"), weight.unique().tolist()]))
+"""
+
+
+def test_e1_a_ring_of_200_mb_beside_64_mb_of_dev_shm() -> None:
+    """E1, word for word: a /dev/shm of 64 MB, in which 200 MB find no room, over this process's own."""
+    mount = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-ec",
+        'mount -t tmpfs -o size=64m none /dev/shm; exec "$@"',
+        "sh",
+    ]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace of its own")
+    full, ring, used, left, weights = json.loads(run_script(E1, within=mount))
+    assert full and ring == 200 * MIB
+    assert used == left == []
+    # Constant gradients: AdamW moves each weight by lr in each of the 25 steps.
+    assert weights == [pytest.approx(1 - 25 * 0.1, rel=1e-5)]
 
 
 E11 = """

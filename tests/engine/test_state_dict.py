@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.engine.driving import (
     make_parameters,
     snapshot,
 )
+from tests.engine.resuming import Run, assert_same_state, make_script
 from zenflow import ZenFlow
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval": 4, "select_interval": 8}
@@ -83,6 +85,37 @@ def test_saving_changes_nothing(device: str, build: Builder) -> None:
         pair.engine.state_dict()
         pair.check_weights()
     pair.check_state()
+
+
+COPIED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "gpu-fp32": (torch.float32, {}),
+    "host-bf16": (torch.bfloat16, {"accumulate_on": "host", "importance_over": "window"}),
+    "stochastic-bf16": (torch.bfloat16, {"selected_masters": "stochastic"}),
+    "predicted-bf16": (torch.bfloat16, {"weight_prediction": 1.0, "visible_after": 1, "importance_over": "average"}),
+    "k=1": (torch.bfloat16, {"topk_ratio": 1}),
+}
+
+
+@pytest.mark.parametrize("mode", COPIED)
+def test_c6_a_state_is_a_copy_and_stays_what_it_was(mode: str, device: str, build: Builder) -> None:
+    """C6: nothing in it is live memory, so that a thread may write it while training goes on: neither what was saved
+    after a step nor what was loaded changes with the steps that follow."""
+    dtype, given = COPIED[mode]
+    script = make_script(dtype, given, 9)
+    run, resumed = (Run.start(script, device, build) for _ in range(2))
+    saved, then = [], []
+    for number in range(9):
+        run.play(number)
+        saved.append(run.engine.state_dict())
+        then.append(copy.deepcopy(saved[-1]))
+    for number in range(4, 8):
+        resumed.engine.load_state_dict(saved[number])
+        for later in range(number + 1, 9):
+            resumed.play(later)
+    for one in (run, resumed):
+        one.engine.flush()
+    for number, (state, expected) in enumerate(zip(saved, then, strict=True)):
+        assert_same_state(state, expected, f"after step {number + 1}, ")
 
 
 def test_c12_masters_and_moments_stay_fp32(device: str, build: Builder) -> None:
