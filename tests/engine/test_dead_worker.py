@@ -99,35 +99,49 @@ def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
     engine.close(flush=False)
 
 
-def test_e2_the_trainer_can_read_after_the_worker_is_gone() -> None:
-    """E2: the worker exits first; weights are readable, nothing is left in /dev/shm, and no leak is reported."""
-    script = """
-import os, signal, torch
+E2 = """
+import os, signal, sys, torch
 from zenflow import WorkerError, ZenFlow
-from zenflow.storage import HostWord
 weight = torch.nn.Parameter(torch.ones(8, 12))
 entries = set(os.listdir("/dev/shm"))
 engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)
 for _ in range(3):
     weight.grad = torch.ones(8, 12)
     engine.step()
-os.kill(engine.stats().worker_pid, signal.SIGKILL)
+pipeline = engine._pipeline
+pipeline.wait_for_worker()
+before = [flat.clone() for flat in pipeline.storages[0].state]
+if sys.argv[1] == "killed":
+    os.kill(engine.stats().worker_pid, signal.SIGKILL)
+else:
+    pipeline.client._connection.send(("stop",))
+pipeline.client._process.wait()
+print([torch.equal(flat, kept) and flat.any().item() for flat, kept in zip(pipeline.storages[0].state, before)])
 try:
-    while True:
-        engine.step()
-except WorkerError:
-    print("noticed")
+    engine.step()
+except WorkerError as error:
+    print(error)
 engine.close(flush=False)
 print(bool(weight.isfinite().all()), sorted(set(os.listdir("/dev/shm")) - entries))
 """
+
+
+@pytest.mark.parametrize(
+    "ending, said", [("killed", "was killed by signal 9 (SIGKILL)"), ("leaves", "ended with exit code 0")]
+)
+def test_e2_the_trainer_can_read_after_the_worker_is_gone(ending: str, said: str) -> None:
+    """E2: the worker exits first, struck down or in good order; masters, moments and weights are readable, nothing is
+    left in /dev/shm, and no leak is reported."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", script],
+        [sys.executable, "-W", "error::ResourceWarning", "-c", E2, ending],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert done.stdout.split("\n")[:2] == ["noticed", "True []"]
+    state, error, left, _ = done.stdout.split("\n")
+    assert (state, left) == ("[True, True, True]", "True []")
+    assert said in error
     assert "leak" not in done.stderr
     assert "Warning" not in done.stderr

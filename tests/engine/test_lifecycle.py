@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
+import json
 import os
 import pickle
 import signal
@@ -150,21 +150,58 @@ def test_close_gives_all_shared_memory_back() -> None:
     assert set(os.listdir("/dev/shm")) <= entries
 
 
-def test_e3_construction_leaves_the_start_method_alone(device: str) -> None:
-    """E3: also where the device was used before; no global state of multiprocessing changes."""
-    torch.ones(2, device=device).sum().item()
-    before = multiprocessing.get_start_method(allow_none=True)
-    parameters = make_parameters(device=device)
-    with ZenFlow(parameters, **SETTINGS) as engine:
-        run_steps(engine, parameters, 3)
-        assert multiprocessing.get_start_method(allow_none=True) == before
-        assert multiprocessing.active_children() == []
+E3 = """
+import json, multiprocessing, os, random, signal, sys, numpy, torch
+from zenflow import ZenFlow
+device = sys.argv[1]
+weight = torch.nn.Parameter(torch.ones(8, 12, device=device))
+(weight * 2).sum().backward()  # the device is in use, and so are torch's threads
+def state():
+    return {
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "children": [str(child) for child in multiprocessing.active_children()],
+        "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "threads": torch.get_num_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "draws": [str(random.getstate()), str(numpy.random.get_state()), torch.get_rng_state().tolist()],
+    }
+found = [state()]
+engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, core_binding=False)
+found.append(state())
+for _ in range(3):
+    weight.grad = torch.ones(8, 12, device=device)
+    engine.step()
+engine.flush()
+found.append(state())
+engine.close()
+found.append(state())
+print(json.dumps(found))
+"""
+
+
+def test_e3_construction_changes_no_global_state(device: str) -> None:
+    """E3: it works where the device was used before; neither the start method nor anything else of the process's own
+    is another one afterwards. In a process where nobody has built an optimizer before."""
+    done = subprocess.run(
+        [sys.executable, "-c", E3, device], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    before, *others = json.loads(done.stdout)
+    assert (before["start method"], before["children"]) == (None, [])
+    for moment, after in zip(("built", "trained", "closed"), others, strict=True):
+        for name, value in before.items():
+            assert after[name] == value, f"{name} when it was {moment}"
 
 
 GUARDLESS = """
 import torch
 from zenflow import ZenFlow
-print("training starts", flush=True)
+print("training starts", file=open("bodies", "a"))  # where a second one would say so, too, whose output nobody sees
 weight = torch.nn.Parameter(torch.ones(8, 12))
 engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)
 for _ in range(4):
@@ -182,11 +219,10 @@ def test_e16_a_script_without_a_main_guard_trains_once(ending: str, tmp_path: Pa
     done = subprocess.run(
         [sys.executable, str(script)], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    lines = done.stdout.strip().split("\n")
     assert done.returncode == (1 if ending == "raises" else 0), done.stderr
-    assert lines[0] == "training starts"
-    assert len(lines) == 2
-    assert ends_within(int(lines[1].split()[1]), LIMIT)
+    assert (tmp_path / "bodies").read_text() == "training starts\n"
+    (line,) = done.stdout.splitlines()
+    assert ends_within(int(line.split()[1]), LIMIT)
     if ending == "raises":
         assert "ZeroDivisionError" in done.stderr
     else:

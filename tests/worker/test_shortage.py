@@ -1,4 +1,4 @@
-"""No descriptor or no thread left when the worker starts: an error that says so, and nothing left behind (E9)."""
+"""No descriptor, thread or memory left when the worker starts: an error that says so, and nothing left behind (E9)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.processes import ends_within, within
 from tests.shortages import descriptors_left, limit_for
 from tests.worker.feeding import make_segment
 from zenflow import client as client_module
+from zenflow.arena import Arena
 from zenflow.client import WorkerClient, WorkerError
 from zenflow.ring import SegmentMemory
 from zenflow.worker_settings import WorkerSettings
@@ -51,6 +52,22 @@ def test_a_process_without_descriptors_is_told_its_limit_and_keeps_none(library:
 def test_an_arena_without_a_descriptor_is_told_the_limit() -> None:
     with descriptors_left(0), pytest.raises(OSError, match=r"left of the [\d,]+ that it may have open at once"):
         SegmentMemory.create(make_segment())
+
+
+def test_where_the_memory_ends_half_way_what_was_taken_goes_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while somebody holds the error, whose traceback holds the arenas."""
+    create, made = Arena.create, []
+
+    def refuse_the_last(name: str, nbytes: int) -> Arena:
+        if len(made) == 2:
+            raise MemoryError("no more")
+        made.append(create(name, nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(Arena, "create", refuse_the_last)
+    with pytest.raises(MemoryError, match="no more") as kept:
+        SegmentMemory.create(make_segment())
+    assert kept.traceback and [arena.fd for arena in made] == [-1, -1]
 
 
 def test_a_worker_without_descriptors_says_how_many_arrived() -> None:

@@ -14,7 +14,7 @@ import pytest
 import zenflow
 from tests.processes import ends_within, within
 from tests.worker.feeding import make_segment
-from zenflow.client import WorkerError
+from zenflow.client import RELEASED, WorkerError
 
 LIMIT = 5.0
 DISK = ("checkpoint_folder", "background_save")  # they wait for files, and for a thread of their own that writes them
@@ -112,3 +112,20 @@ def test_a_worker_that_dies_before_it_answers_is_noticed(trainer) -> None:
     os.kill(t.client.worker_pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="SIGKILL"):
         within(LIMIT, t.client.end_exchange, 0)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+def test_streams_are_let_go_though_nobody_asks_after_the_worker(trainer, monkeypatch, sent) -> None:
+    """A stream waits for `done` alone: on a device the trainer's thread may be waiting for that stream."""
+    t = trainer(make_segment())
+    t.fill(t.make_window())
+    monkeypatch.setattr("zenflow.client.SILENCE_SECONDS", 0.1)
+    os.kill(t.client.worker_pid, sent)
+
+    def as_a_stream() -> None:
+        while t.client.header.done < RELEASED:
+            os.sched_yield()
+
+    within(LIMIT, as_a_stream)
+    with pytest.raises(WorkerError, match="SIGKILL|no sign of life"):
+        t.client.finished(1)
