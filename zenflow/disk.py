@@ -67,3 +67,14 @@ def sync(folder: Path) -> None:
     """Names that were made or changed in `folder` outlive a power cut from now on."""
     with opened(folder) as descriptor:
         os.fsync(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """So do all names below `folder`, and what is in the files."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_all(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync(folder)

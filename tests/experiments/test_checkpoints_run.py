@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
+import re
 import shlex
+import signal
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.experiments.interrupted import TINY, ZENFLOW, make_text
+from tests.durability import assert_durable, watch_disk
+from tests.experiments.interrupted import TINY, ZENFLOW, make_text, told
+from tests.shortages import files_up_to
 from zenflow import background_save
 from zenflow.disk import DiskFullError
+from zenflow.trace import Tracer
 from zenflow.training.checkpoints import all_of, command_for, step_of
 from zenflow.training.loop import Loop
 from zenflow.training.metrics_file import MetricsFile
@@ -83,6 +91,87 @@ def test_a_disk_that_fails_ends_no_training(command, words, monkeypatch):
     run = command(*words, "engine=adamw", "checkpoint_every=5")
     assert run.code == 0 and run.out.count("NOT SAVED: [Errno 5] Input/output error") == 2
     assert all_of(run.folder) == []
+
+
+@pytest.fixture
+def full_from(monkeypatch) -> Callable[[int, int], None]:
+    """`full_from(4, 9)`: when step 4 begins, and all before it is saved, no file grows any more, in the middle of the
+    next line; from step 9 on they do again, and after the run."""
+    limit, stepping, close = ExitStack(), Loop._step, MetricsFile.close
+
+    def fill(first: int, last: int) -> None:
+        def stepped(loop: Loop, number: int) -> None:
+            if number == first:
+                loop._keeper._settle()
+                limit.enter_context(files_up_to(loop._recorder._file._path.stat().st_size + 10))
+            if number == last:
+                limit.close()
+            stepping(loop, number)
+
+        monkeypatch.setattr(Loop, "_step", stepped)
+
+    def closed(file: MetricsFile) -> None:
+        close(file)
+        limit.close()
+
+    monkeypatch.setattr(MetricsFile, "close", closed)
+    return fill
+
+
+@pytest.mark.parametrize("engine", ["zenflow", "adamw"])
+def test_a_disk_that_is_full_for_a_while_costs_no_line(command, words, full_from, engine, tmp_path):
+    """metrics.jsonl, too: its lines come when there is room, and a checkpoint vouches for none that is not there."""
+    settings = (*words, *(ZENFLOW if engine == "zenflow" else ("engine=adamw",)))
+    whole = command(*settings, folder=tmp_path / "whole")
+    full_from(4, 9)
+    run = command(*settings, "checkpoint_every=1", "keep_checkpoints=12")
+    assert run.code == 0
+    assert told(run) == told(whole)
+    assert run.out.count("NOT WRITTEN") == 1
+    steps = [step_of(path) for path in all_of(run.folder)]
+    assert steps == [12, 11, 10, 9, 3, 2, 1] and run.out.count("NOT SAVED") == 5
+
+
+def test_lines_that_a_full_disk_never_takes_are_told_at_the_end(command, words, full_from):
+    full_from(4, 0)
+    run = command(*words, *ZENFLOW)
+    assert run.code == 1
+    assert re.search(r"zenflow-train: .*no room: [\d,]+ bytes needed, [\d,]+ available: .*metrics.jsonl", run.err)
+    assert re.search(r"\d+ lines are missing in .*metrics.jsonl", run.out)
+    assert not (run.folder / "summary.json").exists()
+
+
+def test_a_full_disk_changes_nothing_of_a_stop(command, words, full_from, monkeypatch):
+    full_from(4, 0)
+    stepping = Loop._step
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loop, "_step", stepped)
+    run = command(*words, *ZENFLOW, "checkpoint_every=3")
+    assert run.code == 143 and "could NOT be saved; this goes on from step_00000003" in run.out
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(command, words, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Tracer, "write", fail)
+    run = command(*words, *ZENFLOW, "trace=trace.json", "trace_steps=[3,6]")
+    assert run.code == 0 and "no trace: [Errno 28]" in run.out
+    assert [line["step"] for line in run.metrics() if "loss" in line] == list(range(1, 13))
+
+
+def test_checkpoints_outlive_a_power_cut_with_their_folder(command, words, monkeypatch):
+    calls = watch_disk(monkeypatch)
+    run = command(*words, "engine=adamw", "checkpoint_every=12")
+    (folder,) = all_of(run.folder)
+    assert_durable(calls, folder)
+    synced = [path for kind, path, _ in calls if kind == "sync"]
+    assert synced.index(run.folder) < synced.index(folder.parent)
 
 
 def test_the_last_checkpoints_are_kept(command, words):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
 
+from tests.durability import assert_durable, watch_disk
+from zenflow import disk
 from zenflow.config import ZenFlowConfig
 from zenflow.report.runs import find, read
 from zenflow.report.study import studies
@@ -122,6 +126,42 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
         with pytest.raises(RuntimeError, match="no master"):
             save_model(loaded(config_of(kind)), ByteTokenizer(), master, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["tiny", "causal", "encoder"])
+def test_a_saved_model_outlives_a_power_cut(tmp_path, monkeypatch, kind):
+    model, calls = classifier() if kind == "encoder" else loaded(config_of(kind)), watch_disk(monkeypatch)
+    save_model(model, ByteTokenizer(), lambda weight: weight.detach().float(), tmp_path / "model")
+    assert_durable(calls, tmp_path / "model")
+
+
+def room(monkeypatch, free: int) -> None:
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 0, free))
+
+
+def test_a_disk_without_room_for_the_weights_is_told_before_the_first_step(command, tmp_path, monkeypatch):
+    room(monkeypatch, 1234)
+    settings = ("debug=smoke", "plot=false", "threads=1", "steps=1")
+    refused = command(*settings, "save_model=true", folder=tmp_path / "runs" / "run")
+    assert refused.code == 1 and refused.err.count("\n") <= 1
+    assert re.search(r"save_model in .*run: no room: [\d,]+ bytes needed, 1,234 available; give another", refused.err)
+    assert not refused.folder.exists()
+    assert command(*settings).code == 0
+
+
+def test_a_disk_without_room_at_the_end_is_one_sentence_and_leaves_no_part(command, tmp_path, monkeypatch):
+    flush = ZenFlowRun.flush
+
+    def filling(engine: ZenFlowRun) -> None:
+        flush(engine)
+        room(monkeypatch, 1234)
+
+    monkeypatch.setattr(ZenFlowRun, "flush", filling)
+    full = command("debug=smoke", "plot=false", "threads=1", "steps=2", "save_model=true", folder=tmp_path / "run")
+    assert full.code == 1 and "bytes needed, 1,234 available" in full.err and "Traceback" not in full.err
+    assert [line["step"] for line in full.metrics() if "loss" in line] == [1, 2]
+    assert sorted(path.name for path in full.folder.iterdir() if "model" in path.name) == []
 
 
 @needs_transformers

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from safetensors import safe_open
 
+from tests.durability import assert_durable, watch_disk
 from tests.shortages import files_up_to
 from tests.units.states import assert_same
 from zenflow import checkpoint_folder
@@ -277,6 +278,12 @@ def test_killed_at_any_moment_it_is_whole_or_absent(tmp_path: Path) -> None:
     assert whole > 0
     assert_same(load(tmp_path / "saved"), make_state())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["previous", "saved"]
+
+
+def test_what_has_its_name_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch_disk(monkeypatch)
+    save(tmp_path / "saved", make_state(), shard_bytes=SHARD_BYTES)
+    assert_durable(calls, tmp_path / "saved")
 
 
 def test_a_save_in_progress_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from zenflow.background_save import BackgroundSave
 from zenflow.checkpoint_folder import CheckpointError, Manifest, load, read_manifest
+from zenflow.disk import sync
 from zenflow.signals import Stopped, StopRequest
 from zenflow.training.errors import InputError
 
@@ -147,7 +148,9 @@ class Keeper:
         if folder.exists():
             return
         state = self._gather(step)
-        folder.parent.mkdir(exist_ok=True)
+        if not folder.parent.is_dir():
+            folder.parent.mkdir()
+            sync(self._run)
         self._saving = BackgroundSave(folder, state, configuration=self._configuration)
 
     def _settle(self) -> bool:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zenflow.disk import DiskFullError
 from zenflow.signals import exit_code
 from zenflow.training.errors import InputError
 from zenflow.training.schema import AdamWEngine, SimulatedEngine, TrainConfig, ZenFlowEngine
@@ -104,7 +105,7 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
             job.name_run(config.tracking)
         return train(config, folder, part_of_sweep=sweep)
     except Exception as error:
-        known = isinstance(error, (InputError, MemoryError))
+        known = isinstance(error, (InputError, MemoryError, DiskFullError))
         if sweep:
             raise JobFailed(f"{folder}: {error if known else f'{error!r}, with its traceback in the log'}") from error
         sys.exit(f"{name}: {error}" if known else 1)

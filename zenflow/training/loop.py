@@ -76,7 +76,7 @@ class Loop:
                     tracing.enter_context(self._engine.trace(self._trace))
                 self._step(number)
                 if number == last:
-                    tracing.close()
+                    self._write_trace(tracing)
                 self._report_progress(bar, number)
                 if self._evaluates_after(number):
                     self._evaluate(number)
@@ -84,6 +84,13 @@ class Loop:
         self._engine.flush()
         if not self._evaluate(steps):
             self._step_ended(steps)
+
+    def _write_trace(self, tracing: ExitStack) -> None:
+        """One that cannot be written costs no training."""
+        try:
+            tracing.close()
+        except OSError as error:
+            log.error("no trace: %s", error)
 
     def _evaluates_after(self, step: int) -> bool:
         every = self._config.evaluate_every

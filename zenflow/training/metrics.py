@@ -110,7 +110,7 @@ class Recorder:
     when the device has passed it, and its line waits for that; `rates` adds what the CPU process applied. `tokens` and
     `elapsed_seconds`, the steps' own times together, are those up to a line's end. A line is in the file as soon as it
     is written. A context, to be left before the engine ends: a run that fails keeps the steps that it has finished, at
-    worst without the engine's part.
+    worst without the engine's part. One that does not fail has written all its lines when it is left, or fails then.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             # Each on its own: an engine that broke off in a step refuses, a device that failed has no losses any more.
             for read in (self._read, partial(self._take_records, wait=True)):
@@ -168,6 +168,8 @@ class Recorder:
                 except Exception as error:
                     log.warning("the last lines of metrics.jsonl are not complete: %s", error)
             self._write_lines(incomplete=True)
+            if kind is None:
+                self._file.finish()
         finally:
             self._file.close()
 

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from zenflow.disk import room_for
 from zenflow.own_lock import OwnLock
 from zenflow.training.errors import InputError
 
 NAME = "metrics.jsonl"
+log = logging.getLogger(__name__)
 
 
 class MetricsFile:
     """Lines are in the file as soon as they are written; the lock on it says that a process trains in this folder.
 
     `lines` are those from before; what was written after them is cut away by `cut`: a run that goes on tells it again.
+    Where the disk is full or fails, lines are kept until it takes them: no training ends for them.
     """
 
-    def __init__(self, file: BinaryIO, lock: OwnLock, end: int = 0, lines: list[dict[str, Any]] | None = None) -> None:
-        self._file, self._lock, self._end = file, lock, end
+    def __init__(
+        self, path: Path, file: BinaryIO, lock: OwnLock, end: int = 0, lines: list[dict[str, Any]] | None = None
+    ) -> None:
+        self._path, self._file, self._lock, self._end = path, file, lock, end
         self.lines = lines or []
+        self._kept = bytearray()  # what the disk has not taken
 
     @classmethod
     def create(cls, folder: Path) -> Self:
         """The file of a run that begins. FileExistsError if there is one."""
-        file = open(folder / NAME, "xb")  # noqa: SIM115 (closed by `close`)
-        return cls(file, _lock(file, folder))
+        file = open(folder / NAME, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
+        return cls(folder / NAME, file, _lock(file, folder))
 
     @classmethod
     def take_up(cls, folder: Path, end: int, step: int) -> Self:
@@ -37,12 +44,14 @@ class MetricsFile:
         Errors: InputError if another process writes it, or if it is not what it was.
         """
         try:
-            file = os.fdopen(os.open(folder / NAME, os.O_RDWR | (0 if end else os.O_CREAT), 0o666), "r+b")
+            file = os.fdopen(os.open(folder / NAME, os.O_RDWR | (0 if end else os.O_CREAT), 0o666), "r+b", buffering=0)
         except OSError as error:
             raise InputError(f"{folder / NAME} cannot be opened ({error.strerror}); resume goes on with it.") from error
         lock = _lock(file, folder)
         try:
-            return cls(file, lock, end, _told(file.read(end), folder / NAME, end, step))
+            with open(folder / NAME, "rb") as before:
+                lines = _told(before.read(end), folder / NAME, end, step)
+            return cls(folder / NAME, file, lock, end, lines)
         except BaseException:
             file.close()
             lock.close()
@@ -54,19 +63,39 @@ class MetricsFile:
         self._file.seek(self._end)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line."""
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        """Append a line; the first that the disk does not take is told of in the log."""
+        told = bool(self._kept)
+        self._kept += json.dumps(line).encode() + b"\n"
+        try:
+            self._put()
+        except OSError as error:
+            if not told:
+                log.error("NOT WRITTEN: %s. Training goes on; lines are kept until the disk takes them", error)
 
     def bring_down(self) -> int:
-        """Bring all lines down to the disk; the bytes that they take."""
+        """Bring all lines down to the disk; the bytes that they take. OSError, or DiskFullError, if it refuses."""
+        self._put()
         os.fsync(self._file.fileno())
         return self._file.tell()
 
+    def finish(self) -> None:
+        """DiskFullError, or another OSError, if there are lines that the disk does not take even now."""
+        self._put()
+
     def close(self) -> None:
-        """Let go of file and lock."""
+        """Let go of file and lock, once; lines that the disk does not take even now are lost, and the log says so."""
+        try:
+            self._put()
+        except OSError as error:
+            log.error("%d lines are missing in %s: %s", self._kept.count(b"\n"), self._path, error)
+            self._kept.clear()
         self._file.close()
         self._lock.close()
+
+    def _put(self) -> None:
+        with room_for(self._path, len(self._kept)):
+            while self._kept:
+                del self._kept[: self._file.write(self._kept)]
 
 
 def is_evaluation(line: dict[str, Any]) -> bool:

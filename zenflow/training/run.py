@@ -31,15 +31,8 @@ from zenflow.training.metrics_file import MetricsFile
 from zenflow.training.models import Tokenizer, load_model, load_tokenizer
 from zenflow.training.rates import DeferredRates
 from zenflow.training.resuming import Resumption, check_resolved, settled, take_up
-from zenflow.training.run_state import (
-    RunState,
-    check_data,
-    check_model,
-    fingerprint,
-    load_engine,
-    set_random_states,
-)
-from zenflow.training.saving import save_model
+from zenflow.training.run_state import RunState, check_data, check_model, fingerprint, load_engine, set_random_states
+from zenflow.training.saving import check_room_for_model, save_model
 from zenflow.training.schema import (
     Device,
     Dtype,
@@ -87,7 +80,10 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
             log.info("the run in %s is finished", folder)
             return resumption.loss
         check(config, folder, goes_on=resumption is not None)
-        return _train(config, folder, prepare(config), resumption, part_of_sweep=part_of_sweep)
+        prepared = prepare(config)
+        if config.save_model:
+            check_room_for_model(prepared.model, folder)
+        return _train(config, folder, prepared, resumption, part_of_sweep=part_of_sweep)
     except InputError as error:
         if part_of_sweep:
             log.error("%s", error)
