@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.engine.driving import environment, make_parameters, run_steps
-from tests.processes import ends_within, shared_descriptors, shared_mappings, within
+from tests.processes import ends_within, shared_bytes, shared_descriptors, shared_mappings, within
 from zenflow import WorkerError, ZenFlow
 from zenflow.storage import HostWord
 
@@ -34,7 +34,7 @@ def run_on(engine: ZenFlow, parameters: list[nn.Parameter]) -> None:
 def test_e7_a_killed_worker_is_an_error_with_its_exit_code(moment: str, overlap: bool, device: str) -> None:
     """E7: an exception within 5 s that names the exit code; then closing frees everything."""
     gc.collect()
-    mappings, descriptors = shared_mappings(), shared_descriptors()
+    mappings, descriptors, nbytes = shared_mappings(), shared_descriptors(), shared_bytes()
     parameters = make_parameters(dtype=torch.bfloat16, device=device)
     engine = ZenFlow(parameters, **{**SETTINGS, "update_interval": 4, "overlap_step": overlap})
     run_steps(engine, parameters, {"idle": 0, "mid-window": 6, "busy": 4}[moment])
@@ -46,6 +46,8 @@ def test_e7_a_killed_worker_is_an_error_with_its_exit_code(moment: str, overlap:
     engine.close(flush=False)
     assert ends_within(pid, LIMIT)
     assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+    assert shared_descriptors() == descriptors
+    assert shared_bytes() <= nbytes, "whoever keeps the engine"
     del engine, parameters
     gc.collect()
     assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)

@@ -28,7 +28,7 @@ from tests.engine.driving import (
     run_steps,
     snapshot,
 )
-from tests.processes import ends_within, shared_descriptors, shared_mappings
+from tests.processes import ends_within, shared_bytes, shared_descriptors, shared_mappings
 from zenflow import ZenFlow
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
@@ -139,11 +139,14 @@ def test_an_engine_that_is_dropped_leaves_no_worker(device: str) -> None:
 def test_close_gives_all_shared_memory_back() -> None:
     gc.collect()
     entries, mappings, descriptors = set(os.listdir("/dev/shm")), shared_mappings(), shared_descriptors()
+    nbytes = shared_bytes()
     for _ in range(3):
         parameters = make_parameters(dtype=torch.bfloat16)
         engine = ZenFlow(parameters, **SETTINGS)
         run_steps(engine, parameters, 3)
         engine.close()
+        assert shared_descriptors() == descriptors
+        assert shared_bytes() <= nbytes, "whoever keeps the engine"
         del engine, parameters
         gc.collect()
     assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)

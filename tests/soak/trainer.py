@@ -11,16 +11,15 @@ import hashlib
 import io
 import os
 import random
-import re
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import INTEGERS
+from tests.processes import shared_bytes
 from tests.soak.faults import Striker, bad_start, can_strike, is_named
 from tests.soak.scenario import AT_START, FROM_OUTSIDE, LETHAL, Fault, Scenario
 from zenflow import WorkerError, ZenFlow
@@ -47,8 +46,7 @@ def accumulate(parameters: list[nn.Parameter], grads: list[Tensor], share: float
 def held() -> tuple[int, int]:
     """Open descriptors, and bytes of shared memory, of this process."""
     gc.collect()
-    status = Path("/proc/self/status").read_text()
-    return len(os.listdir("/proc/self/fd")), int(re.search(r"RssShmem:\s+(\d+) kB", status)[1]) * 1024
+    return len(os.listdir("/proc/self/fd")), shared_bytes()
 
 
 class Trainer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from contextlib import closing
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ends_within, within
+from tests.processes import ends_within, shared_bytes, within
 from tests.worker.feeding import Trainer, make_segment
 from zenflow import client as client_module
 from zenflow.client import WorkerClient, WorkerError
@@ -30,11 +29,6 @@ def client():
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def shared_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssShmem:\s+(\d+) kB", status)[1]) * 1024
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV], ids=lambda s: s.name)
