@@ -30,6 +30,12 @@ def ends_within(pid: int, seconds: float) -> bool:
         os.close(descriptor)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """SIGSTOP has been sent, and takes effect a moment later."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        os.sched_yield()
+
+
 def within(seconds: float, call: Callable[..., Result], *args: Any) -> Result:
     """What `call(*args)` returns or raises, in a thread of its own; the test fails if it takes longer, or for ever."""
     outcome: Future[Result] = Future()

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
+from tests.durability import assert_durable, watch_disk
 from tests.engine.driving import Builder, assert_same_bits
 from tests.shortages import files_up_to
 from zenflow import ZenFlow
@@ -116,3 +117,9 @@ def test_what_is_no_tensor_is_named(trained: tuple[Model, ZenFlow]) -> None:
     model.more = WithExtra()
     with pytest.raises(ValueError, match=r"more\._extra_state is a str"):
         engine.export_weights(model)
+
+
+def test_a_file_of_weights_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watch_disk(monkeypatch)
+    save_weights(tmp_path / "model.safetensors", {"x": torch.ones(3)})
+    assert_durable(calls, tmp_path / "model.safetensors")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.driving import (
+    RULES,
     SHAPES,
     Builder,
     Pair,
@@ -20,6 +23,7 @@ from tests.engine.driving import (
     snapshot,
 )
 from tests.engine.resuming import Run, assert_same_state, make_script
+from tests.processes import wait_until_stopped
 from zenflow import ZenFlow
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval": 4, "select_interval": 8}
@@ -116,6 +120,34 @@ def test_c6_a_state_is_a_copy_and_stays_what_it_was(mode: str, device: str, buil
         one.engine.flush()
     for number, (state, expected) in enumerate(zip(saved, then, strict=True)):
         assert_same_state(state, expected, f"after step {number + 1}, ")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_b17_a_save_waits_for_a_busy_worker(
+    rule: str, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B17, F16: a window is on its way to a worker that does nothing before somebody waits for it: what is saved then
+    is what a worker that has finished long ago would have left."""
+    script = make_script(torch.bfloat16, RULES[rule], 9)
+    run, slow = (Run.start(script, device, build) for _ in range(2))
+    for number in range(3):
+        run.play(number)
+    for number in range(2):
+        slow.play(number)
+    pipeline = slow.engine._pipeline
+    pipeline.wait_for_worker()
+    worker, wait_done = pipeline.client.worker_pid, pipeline.client.wait_done
+
+    def waiting(*arguments: Any) -> float:
+        os.kill(worker, signal.SIGCONT)
+        return wait_done(*arguments)
+
+    os.kill(worker, signal.SIGSTOP)
+    wait_until_stopped(worker)
+    slow.play(2)
+    assert pipeline.uploads.pending
+    monkeypatch.setattr(pipeline.client, "wait_done", waiting)
+    assert_same_state(slow.engine.state_dict(), run.engine.state_dict())
 
 
 def test_c12_masters_and_moments_stay_fp32(device: str, build: Builder) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ends_within
+from tests.processes import ends_within, wait_until_stopped
 
 LIMIT = 5.0  # seconds
 REPOSITORY = Path(__file__).parents[2]
@@ -89,8 +89,7 @@ def test_a_worker_that_runs_no_code_goes_with_the_trainer(tmp_path):
     """It is stopped, as good as in the middle of a long pass: the kernel has to end it."""
     with started(tmp_path, "attached", "wait") as (process, worker):
         os.kill(worker, signal.SIGSTOP)
-        while Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            os.sched_yield()
+        wait_until_stopped(worker)
         process.kill()
         assert ends_within(worker, LIMIT)
 
