@@ -134,6 +134,17 @@ def test_long_names_keep_to_their_pictures(tmp_path):
         assert study.usual in notes.replace("\n", " "), title
 
 
+def test_a_name_that_fits_nowhere_leaves_the_axes_as_they_are(tmp_path):
+    """Points would no longer lie where the other names were put."""
+    widths = []
+    for folder, word in (("short", "a"), ("long", 90 * "a")):
+        cells = [cell(0.1, 4, 2.0, optimizer__schedule=schedule) for schedule in ("linear", word)]
+        _, figure = pareto.draw(study_of(tmp_path / folder, base(2.0, seconds=0.5), *cells))
+        figure.draw_without_rendering()
+        widths.append(figure.axes[0].get_position().width)
+    assert widths[0] == pytest.approx(widths[1], abs=0.02) and widths[0] > 0.8
+
+
 @pytest.mark.parametrize(
     ("label", "lines"),
     [
