@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the deferred rules cost in quality: pretraining, then a sweep of 48 runs and its report on each of two corpora.
+# What the deferred rules cost in quality: pretraining, then a sweep of 54 runs and its report on each of two corpora.
 #   scripts/rules.sh [FOLDER [SETTING...]]      for a GPU; settings are zenflow-train's and go to all runs
 #   scripts/rules.sh runs/rules_debug debug=rules     the whole path in two minutes on two CPU cores
 # CORPORA are choices of data= (default: headers, torch's in C++, and c_headers, the system's in C); SWEEP is

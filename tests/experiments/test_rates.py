@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.commands import BRIEF
 from zenflow.config import ZenFlowConfig
-from zenflow.training.engines import ZenFlowRun
+from zenflow.training.engines import AdamW, ZenFlowRun
 from zenflow.training.metrics import Recorder, StepTimer
 from zenflow.training.rates import DeferredRates
 
@@ -77,6 +78,24 @@ def test_the_logged_rates_are_those_applied(device, name, skipped, tmp_path):
         assert distance[SELECTED:].tolist() == pytest.approx([line.get("deferred_lr", 0.0)] * 14, rel=1e-4, abs=1e-7)
     shown = [line for line in lines if "deferred_lr" in line]
     assert len(shown) >= 2 and all(line.keys() >= {"staleness", "deferred_step"} for line in shown)
+
+
+@pytest.mark.parametrize("engine", ["zenflow", "adamw"])
+def test_a_run_s_file_has_the_rate_that_each_step_was_made_with(command, monkeypatch, engine):
+    """Warm-up to 2e-3 in 3 steps, then down to nothing: another one in every step."""
+    applied, kind = [], {"zenflow": ZenFlowRun, "adamw": AdamW}[engine]
+    step = kind.step
+
+    def noted(run):
+        applied.append([group["lr"] for group in run.param_groups])
+        step(run)
+
+    monkeypatch.setattr(kind, "step", noted)
+    outcome = command(*BRIEF, "steps=6", f"engine={engine}", "optimizer.warmup_steps=3", "optimizer.schedule=linear")
+    assert outcome.code == 0, outcome.err
+    logged = [line["lr"] for line in outcome.metrics() if "loss" in line]
+    assert [[lr] for lr in logged] == applied
+    assert logged == pytest.approx([2e-3 * share for share in (1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0)], abs=1e-12)
 
 
 def test_a_line_names_the_window_that_became_visible_and_its_delay(tmp_path):

@@ -323,9 +323,10 @@ def test_the_sweep_covers_every_rule(command, tmp_path):
     sweep = ("experiment=rules_sweep", "debug=rules", "threads=1", "seed=0", "optimizer.lr=1e-4", "steps=5")
     outcome = command(*sweep, f"model.path={tmp_path / 'pretrain' / 'model'}", folder=tmp_path / "sweep")
     assert outcome.code == 0
-    engines = [outcome.config(str(job))["engine"] for job in range(8)]
+    engines = [outcome.config(str(job))["engine"] for job in range(9)]
     keys = ("deferred_rule", "deferred_lr_scale", "overlap_step", "accumulate_on", "stagger", "weight_prediction")
     assert [tuple(engine.get(key) for key in keys) for engine in engines] == [
+        (None, None, None, None, None, None),
         (None, None, None, None, None, None),
         ("accumulate", "none", True, "gpu", False, 0.0),
         ("accumulate", 2, True, "gpu", False, 0.0),
@@ -335,8 +336,9 @@ def test_the_sweep_covers_every_rule(command, tmp_path):
         ("replay", "linear", True, "host", False, 0.0),
         ("replay", "linear", False, "host", False, 0.0),
     ]
-    assert all((engine["topk_ratio"], engine["update_interval"]) == (0.1, 4) for engine in engines[1:])
-    starts = {outcome.summary(str(job))["validation_loss_before"] for job in range(8)}
-    ends = {outcome.summary(str(job))["validation_loss_after"] for job in range(8)}
-    assert len(starts) == 1 and len(ends) == 8
-    assert not (outcome.folder / "8").exists()
+    assert all((engine["topk_ratio"], engine["update_interval"]) == (0.1, 4) for engine in engines[2:])
+    assert [engine.get("offload") for engine in engines[:3]] == [False, True, None]
+    starts = {outcome.summary(str(job))["validation_loss_before"] for job in range(9)}
+    there, here, *others = (outcome.summary(str(job))["validation_loss_after"] for job in range(9))
+    assert len(starts) == 1 and here == pytest.approx(there, rel=1e-3) and len({there, *others}) == 8
+    assert not (outcome.folder / "9").exists()

@@ -153,8 +153,12 @@ def test_a_network_that_goes_away_holds_no_run_up(tmp_path, kept, monkeypatch): 
 
 @pytest.mark.usefixtures("kept")
 def test_a_run_that_goes_on_is_the_same_run_and_tells_nothing_twice(tmp_path, monkeypatch):
-    """Killed after its fifth record, with a checkpoint from after the third: the fourth and fifth come once more."""
-    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    """Killed after its fifth record, with a checkpoint from after the third: the fourth and fifth come once more.
+
+    F15: whatever run the environment speaks of.
+    """
+    for name, value in {"API_KEY": 40 * "a", "RUN_ID": "stale", "RESUME": "must"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     lines = [{"tokens": 10 * step, "elapsed_seconds": 0.5, "loss": 2.0, "step": step} for step in range(1, 8)]
     with answering() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.address)
@@ -171,6 +175,20 @@ def test_a_run_that_goes_on_is_the_same_run_and_tells_nothing_twice(tmp_path, mo
     assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["_step"] for line in history] == list(range(7))
     assert [line["tokens"] for line in history] == [line["tokens"] for line in lines]
+
+
+def test_a_run_that_is_open_already_is_another(tmp_path, kept):  # F15
+    """wandb.init would give it back, and what is told of this one would be told of it."""
+    theirs = wandb.init(mode="offline", dir=tmp_path, id="theirs", settings=wandb.Settings(console="off", quiet=True))
+    (tmp_path / "ours").mkdir()
+    ours = WandbRun(TrackingConfig(), tmp_path / "ours", {}, TrackingMode.offline)
+    ours.log({"tokens": 1, "elapsed_seconds": 0.5, "loss": 2.0})
+    ours.finish(1)
+    theirs.finish(exit_code=0)
+    assert ours.id != "theirs"
+    own, other = kept(tmp_path / "ours"), kept(tmp_path)
+    assert (own.id, own.exit_code, len(own.history)) == (ours.id, 1, 1)
+    assert (other.id, other.exit_code, other.history) == ("theirs", 0, [])
 
 
 def test_a_kill_loses_at_most_the_open_line(tmp_path):
