@@ -230,7 +230,8 @@ class _Exchange:
         self.begin, self.half = _idle_half(storage)
         jobs = [_Job(move, array, travels=not (reset and array)) for move in moves for array in range(3)]
         self.parts = _pack(jobs, self.half)
-        cuda = self.ring.numel() and moves[0].record.weight.is_cuda
+        self.device = moves[0].record.weight.device
+        cuda = self.ring.numel() and self.device.type == "cuda"
         self.arrived = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
     def run(self) -> None:
@@ -273,7 +274,7 @@ class _Exchange:
                 self._staged(number, block, values).copy_(values, non_blocking=True)
                 self.traffic.to_host += values.nbytes
         if self.arrived:
-            self.arrived[number % 2].record()
+            self.arrived[number % 2].record(torch.cuda.current_stream(self.device))
 
     def _enter(self, number: int) -> None:
         for block in self.parts[number]:

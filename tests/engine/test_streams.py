@@ -194,6 +194,7 @@ def test_d11_the_device_that_is_current_does_not_matter(rule: str, index: int, b
     for parameter in pair.parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: current.append(torch.cuda.current_device()))
     for grads in make_gradients(SHAPES, torch.bfloat16, 11):
+        sleep_on(torch.cuda.current_stream(index))  # who asks the other device comes too early
         pair.step(grads)
         assert torch.cuda.current_device() == 0
     pair.engine.flush()

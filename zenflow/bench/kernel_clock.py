@@ -43,7 +43,7 @@ class Clock:
             return self._wall(run)
         import triton.testing
 
-        graph = _graph_of(run) if captured else None
+        graph = _graph_of(run, self.device) if captured else None
         timed = run if graph is None else graph.replay
         times = triton.testing.do_bench(timed, self.warm_up_ms, self.measure_ms, quantiles=list(QUANTILES))
         return Times(*times, captured=graph is not None)
@@ -77,14 +77,14 @@ class Clock:
         return Times(*(times[math.ceil(share * len(times)) - 1] for share in QUANTILES))
 
 
-def _graph_of(run: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:
+def _graph_of(run: Callable[[], Any], device: torch.device) -> torch.cuda.CUDAGraph | None:
     """None if something in `run()` cannot be captured, a question to the device for example."""
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             run()
     except RuntimeError:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         return None
     return graph

@@ -37,7 +37,7 @@ class Traffic:
             with torch.cuda.stream(self._streams.stream):
                 self._target.copy_(self._source, non_blocking=True)
                 self._running.append(torch.cuda.Event())
-                self._running[-1].record()
+                self._running[-1].record(self._streams.stream)
 
     def totals(self) -> dict[str, float]:
         """Bytes copied until now."""

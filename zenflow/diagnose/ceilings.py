@@ -26,17 +26,17 @@ def measure(device: torch.device, threads: int, triad_bytes: int) -> Ceilings:
     if device.type == "cuda":
         pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-        to_host, to_device = _copy_bandwidth(pinned, there), _copy_bandwidth(there, pinned)
+        to_host, to_device = (_copy_bandwidth(*pair, device) for pair in ((pinned, there), (there, pinned)))
     return Ceilings(to_host, to_device, _triad(threads, triad_bytes))
 
 
-def _copy_bandwidth(target: torch.Tensor, source: torch.Tensor) -> float:
+def _copy_bandwidth(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
     target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     started, copies = time.perf_counter(), 0
     while time.perf_counter() - started < COPY_SECONDS:
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         copies += 1
     return copies * COPY_BYTES / (time.perf_counter() - started)
 

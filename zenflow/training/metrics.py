@@ -61,7 +61,7 @@ class StepTimer:
     """Seconds between two calls, on the device's own clock where it has one, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[tuple[Any, Any]] = []
         self._begin: Any = None
 
@@ -69,7 +69,7 @@ class StepTimer:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def start(self) -> None:
