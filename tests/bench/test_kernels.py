@@ -97,7 +97,7 @@ def test_a_call_is_timed_as_a_graph_where_it_can_be_one(monkeypatch):
         log.append((warmup, rep, tuple(quantiles)))
         return [1.0, 2.0, 3.0]
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr("triton.testing.do_bench", do_bench)
