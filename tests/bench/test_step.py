@@ -113,6 +113,11 @@ def test_torch_s_adamw_on_the_host_trains_as_on_the_device():  # G8
     )
 
 
+def test_torch_s_adamw_on_the_host_is_measured_unless_trainers_are_chosen():  # G8
+    for contestants in (command._parser().parse_args(["step"]).trainers, list(CONTESTANTS)):
+        assert {"adamw", "torch-offload", "sync", "zenflow"} <= set(contestants)
+
+
 MEASURED = {
     "parameters": 1000,
     "device": "cpu",

@@ -167,9 +167,9 @@ def test_a_bad_variant_or_engine_is_one_sentence_and_leaves_nothing(command, tmp
 def test_without_delay_every_engine_follows_adamw_on_bf16_weights(command, tmp_path, engine):
     """G7: where a master's low bits differ by rounding, a few bf16 copies differ by a unit in their last place.
 
-    That moves these losses by 2e-5 of their value; weights without masters by 8e-4.
+    That moves these losses by 5e-5 of their value; weights without masters by 4e-4, no decay by 2e-3.
     """
-    settings = (*BRIEF, "steps=8", "model.dtype=bfloat16", "optimizer.weight_decay=0.1")
+    settings = (*BRIEF, "steps=8", "model.dtype=bfloat16", "optimizer.weight_decay=1")
     reference = command(*settings, "engine=adamw", folder=tmp_path / "adamw")
     outcome = command(*settings, "engine.min_deferred_numel=64", *engine.split(), folder=tmp_path / "zenflow")
     losses = [[record["loss"] for record in run.metrics() if "loss" in record] for run in (outcome, reference)]

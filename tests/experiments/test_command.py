@@ -61,7 +61,7 @@ def test_the_comparison_engines_run(command, engine):
     ],
 )
 def test_without_delay_every_engine_follows_adamw(command, tmp_path, engine):  # G7
-    settings = (*BRIEF, "steps=8", "engine.min_deferred_numel=64")
+    settings = (*BRIEF, "steps=8", "optimizer.weight_decay=1", "engine.min_deferred_numel=64")
     reference = command(*settings[:-1], "engine=adamw", folder=tmp_path / "adamw")
     outcome = command(*settings, *engine.split(), folder=tmp_path / "zenflow")
     losses = [[record["loss"] for record in run.metrics() if "loss" in record] for run in (outcome, reference)]
