@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import shlex
 import shutil
@@ -30,6 +31,7 @@ from tests.experiments.interrupted import (
     told,
 )
 from zenflow.training.checkpoints import all_of, folder_of, step_of
+from zenflow.training.loop import Loop
 
 MODES = {
     "gpu": ZENFLOW,
@@ -131,6 +133,30 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint(command, words, dropou
     assert resumed.code == 0
     assert_same_run(resumed, whole)
     assert not list(folder.glob("checkpoints/.*"))
+
+
+@pytest.mark.parametrize("earlier", [True, False], ids=["saved", "nothing-saved"])
+def test_a_killed_cpu_process_costs_the_steps_since_the_last_checkpoint(command, words, monkeypatch, earlier):
+    """E7: the run ends with its name and how to go on, and goes on as if nothing had been."""
+    settings, stepping = (*words, *ZENFLOW, "save_model=true"), Loop._step
+    whole = command(*settings, folder=Path("whole").absolute())
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == 7:
+            os.kill(loop._engine.optimizer.stats().worker_pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Loop, "_step", stepped)
+    killed = command(*settings, *(["checkpoint_every=3"] if earlier else []))
+    monkeypatch.setattr(Loop, "_step", stepping)
+    assert killed.code == 1 and "was killed by signal 9 (SIGKILL)" in killed.out
+    assert [step_of(path) for path in all_of(killed.folder)] == ([6, 3] if earlier else [])
+    assert ("goes on from step_00000006" in killed.out) == earlier
+    assert (f"\nzenflow-train resume={killed.folder}\n" in killed.out) == earlier
+    if earlier:
+        resumed = goes_on(command, killed.folder)
+        assert resumed.code == 0
+        assert_same_run(resumed, whole)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(command, saved):

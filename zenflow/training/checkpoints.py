@@ -102,7 +102,8 @@ class Keeper:
     """Saves a run every `every` steps (None: never) and keeps the last `keep` checkpoints; ends it on a signal.
 
     `gather` makes the whole state, a copy on the CPU, of which a thread then writes the files. Where the disk is full
-    or fails, training goes on with the checkpoints that there are. A context: at its end the last one is there.
+    or fails, training goes on with the checkpoints that there are. A context: at its end the last one is there, and
+    after an error, such as the CPU process's death, the log says how to go on from it.
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Keeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._settle()
+        if kind is not None and not issubclass(kind, Stopped) and (kept := all_of(self._run)):
+            log.error("what is saved goes on from %s:\n%s", kept[0].name, command_for(self._run))
 
     def _save(self, step: int) -> None:
         """Begin to save, unless it has been done; waits for the save before, if that is still running."""

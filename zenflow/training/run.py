@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow.disk import replacing
+from zenflow.disk import replacing, room_for
 from zenflow.report.settings import engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
@@ -247,9 +247,10 @@ def _rewind(folder: Path, record: dict[str, Any], file: MetricsFile, step: int) 
 
 
 def _write_whole(path: Path, value: dict[str, Any]) -> None:
-    """As JSON, whole or not at all, whatever kills the process."""
-    with replacing(path) as made:
-        made.write_text(json.dumps(value, indent=2), encoding="utf-8")
+    """As JSON, whole or not at all, whatever kills the process. DiskFullError."""
+    text = json.dumps(value, indent=2)
+    with room_for(path, len(text)), replacing(path) as made:
+        made.write_text(text, encoding="utf-8")
 
 
 def _trace_file(config: TrainConfig, folder: Path, start: int) -> Path | None:
