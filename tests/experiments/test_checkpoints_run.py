@@ -23,11 +23,12 @@ from tests.experiments.interrupted import TINY, ZENFLOW, make_text, told
 from tests.shortages import files_up_to
 from zenflow import background_save
 from zenflow.disk import DiskFullError
+from zenflow.state_tree import flatten
 from zenflow.trace import Tracer
 from zenflow.training.checkpoints import all_of, command_for, step_of
 from zenflow.training.loop import Loop
 from zenflow.training.metrics_file import MetricsFile
-from zenflow.training.run_state import random_states, set_random_states
+from zenflow.training.run_state import RunState, random_states, set_random_states
 
 
 @pytest.fixture
@@ -93,6 +94,64 @@ def test_a_disk_that_fails_ends_no_training(command, words, monkeypatch):
     assert all_of(run.folder) == []
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
+def test_a_host_without_memory_for_the_copy_ends_no_training(command, words, monkeypatch, stopped):
+    """To take it all the same would be the end of a run that could go on. One that ends anyway tries to save."""
+    monkeypatch.setattr("zenflow.training.run_state.available_memory", lambda: 1000)
+    if stopped:
+        stop_in(6, monkeypatch)
+    run = command(*words, *ZENFLOW, "checkpoint_every=5")
+    assert run.code == (143 if stopped else 0)
+    told_of = re.findall(r"NOT SAVED: a copy of the run needs ([\d,]+) bytes of host memory, 1,000 bytes are", run.out)
+    assert len(told_of) == (1 if stopped else 2)
+    assert [step_of(path) for path in all_of(run.folder)] == ([6] if stopped else [])
+
+
+COPIES = {
+    "zenflow": ZENFLOW,
+    "zenflow-bf16": (*ZENFLOW, "model.dtype=bfloat16"),
+    "simulated": ("engine=simulated",),
+    "adamw": ("engine=adamw",),
+    "adamw-bf16": ("engine=adamw", "model.dtype=bfloat16"),
+    "adamw-bf16-on-the-host": ("engine=adamw_offload", "model.dtype=bfloat16"),
+    "adamw-bf16-without-masters": ("engine=adamw_bf16", "model.dtype=bfloat16"),
+}
+
+
+@pytest.mark.parametrize("engine", COPIES)
+def test_the_memory_that_a_copy_is_said_to_need_is_hardly_less_than_it_takes(command, words, monkeypatch, engine):
+    """And never more: what could be saved is saved."""
+    asked, taken, gather = [], [], RunState.gather
+
+    def gathered(state: RunState, step: int, **how: bool) -> dict:
+        found = gather(state, step, **how)
+        tensors = flatten({name: found[name] for name in ("model", "engine")})[1]
+        taken.append(sum(tensor.nbytes for tensor in tensors.values()))
+        with monkeypatch.context() as patch, pytest.raises(MemoryError) as refusal:
+            patch.setattr("zenflow.training.run_state.available_memory", lambda: 0)
+            gather(state, step, **how)
+        asked.append(int(re.search(r"needs ([\d,]+) bytes", str(refusal.value))[1].replace(",", "")))
+        return found
+
+    monkeypatch.setattr(RunState, "gather", gathered)
+    assert command(*words, *COPIES[engine], "checkpoint_every=5").code == 0
+    assert len(asked) == 2
+    for said, took in zip(asked, taken, strict=True):
+        assert 0.6 * took < said <= took
+
+
+def stop_in(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, when its update has been made."""
+    stepping = Loop._step
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loop, "_step", stepped)
+
+
 @pytest.fixture
 def full_from(monkeypatch) -> Callable[[int, int], None]:
     """`full_from(4, 9)`: when step 4 begins, and all before it is saved, no file grows any more, in the middle of the
@@ -143,14 +202,7 @@ def test_lines_that_a_full_disk_never_takes_are_told_at_the_end(command, words, 
 
 def test_a_full_disk_changes_nothing_of_a_stop(command, words, full_from, monkeypatch):
     full_from(4, 0)
-    stepping = Loop._step
-
-    def stepped(loop: Loop, number: int) -> None:
-        stepping(loop, number)
-        if number == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Loop, "_step", stepped)
+    stop_in(6, monkeypatch)
     run = command(*words, *ZENFLOW, "checkpoint_every=3")
     assert run.code == 143 and "could NOT be saved; this goes on from step_00000003" in run.out
 

@@ -101,9 +101,10 @@ def command_for(run: Path) -> str:
 class Keeper:
     """Saves a run every `every` steps (None: never) and keeps the last `keep` checkpoints; ends it on a signal.
 
-    `gather` makes the whole state, a copy on the CPU, of which a thread then writes the files. Where the disk is full
-    or fails, training goes on with the checkpoints that there are. A context: at its end the last one is there, and
-    after an error, such as the CPU process's death, the log says how to go on from it.
+    `gather(step)` makes the whole state, a copy on the CPU, of which a thread then writes the files; `last=True` tells
+    it that the run ends there. Where the disk is full or fails, or there is no memory for the copy, training goes on
+    with the checkpoints that there are. A context: at its end the last one is there, and after an error, such as the
+    CPU process's death, the log says how to go on from it.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Keeper:
         run: Path,
         every: int | None,
         keep: int,
-        gather: Callable[[int], dict[str, Any]],
+        gather: Callable[..., dict[str, Any]],
         configuration: dict[str, Any],
         request: StopRequest,
     ) -> None:
@@ -133,7 +134,7 @@ class Keeper:
         if self._every is not None and step and step % self._every == 0:
             try:
                 self._save(step)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self._tell(error)
 
     def __enter__(self) -> Self:
@@ -144,13 +145,13 @@ class Keeper:
         if kind is not None and not issubclass(kind, Stopped) and (kept := all_of(self._run)):
             log.error("what is saved goes on from %s:\n%s", kept[0].name, command_for(self._run))
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, last: bool = False) -> None:
         """Begin to save, unless it has been done; waits for the save before, if that is still running."""
         self._settle()
         folder = folder_of(self._run, step)
         if folder.exists():
             return
-        state = self._gather(step)
+        state = self._gather(step, last=last)
         if not folder.parent.is_dir():
             folder.parent.mkdir()
             sync(self._run)
@@ -171,7 +172,7 @@ class Keeper:
             shutil.rmtree(old, ignore_errors=True)
         return True
 
-    def _tell(self, error: OSError) -> None:
+    def _tell(self, error: OSError | MemoryError) -> None:
         latest = next((folder.name for folder in all_of(self._run)), "none")
         log.error("NOT SAVED: %s. Training goes on; the latest checkpoint is %s", error, latest)
 
@@ -181,7 +182,7 @@ class Keeper:
         if step == 0:
             raise Stopped(self._request.number, f"interrupted by {name} before the first step; nothing is lost")
         try:
-            self._save(step)
+            self._save(step, last=True)
             saved = self._settle()
         except Exception as error:  # the disk, or a CPU process that the same signal has ended
             log.error("NOT SAVED: %s", error)

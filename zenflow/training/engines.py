@@ -47,11 +47,14 @@ class Engine(Protocol):
     `records` gives each step's record once, as soon as the device has passed the step (`wait` waits for that), and None
     where the engine keeps none. `trace` records the steps inside its block. `master` gives, after `flush`, the value in
     fp32 of which a weight is the rounded copy. `state_dict` is a copy on the CPU of all that the next step depends on
-    beside the weights, with the totals so far; `load_state_dict` raises ValueError before it changes anything.
+    beside the weights, with the totals so far, and `state_bytes` what it takes at least; `load_state_dict` raises
+    ValueError before it changes anything.
     """
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def state_bytes(self) -> int: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
     def flush(self) -> None: ...
@@ -116,6 +119,12 @@ class AdamW:
         """torch's, and the masters of the weights that have some, by their place."""
         masters = {place: master for place, weight, master in self._apart()}
         return copy_to_host({"optimizer": self.optimizer.state_dict(), "masters": masters})
+
+    @property
+    def state_bytes(self) -> int:
+        """Moments, and masters that are not the weights."""
+        tensors = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return sum(tensor.nbytes for tensor in (*tensors, *(master for _, _, master in self._apart())))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         masters = {place: master for place, _, master in self._apart()}
@@ -184,6 +193,11 @@ class ZenFlowRun:
         report = self.report()
         return {"optimizer": self.optimizer.state_dict(), "totals": {name: getattr(report, name) for name in TOTALS}}
 
+    @property
+    def state_bytes(self) -> int:
+        """fp32 masters and moments."""
+        return _fp32_bytes(self.param_groups)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         before = Report(grad_norm=0.0, **state["totals"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -223,6 +237,11 @@ class SimulatedRun:
     def param_groups(self) -> list[dict[str, Any]]:
         return self._simulation.param_groups
 
+    @property
+    def state_bytes(self) -> int:
+        """fp32 masters and moments."""
+        return _fp32_bytes(self.param_groups)
+
     def master(self, weight: Parameter) -> Tensor:
         """fp32 on the CPU, in the weight's shape."""
         master = self._simulation.master(weight)
@@ -244,6 +263,11 @@ class SimulatedRun:
 
     def __exit__(self, *exception: object) -> None:
         self._simulation.zero_grad()
+
+
+def _fp32_bytes(groups: Iterable[dict[str, Any]]) -> int:
+    """Of master and moments of all weights that are trained."""
+    return sum(12 * weight.numel() for group in groups for weight in group["params"] if weight.requires_grad)
 
 
 def simulated_rule(engine: SimulatedEngine, optimizer: OptimizerConfig) -> Rule:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zenflow.background_save import copy_to_host
+from zenflow.cores import available_memory
 from zenflow.training.data import Dataset, Samples
 from zenflow.training.engines import Engine
 from zenflow.training.errors import InputError
@@ -32,12 +33,15 @@ class RunState:
     data: dict[str, Any]
     wandb_id: str | None
 
-    def gather(self, step: int) -> dict[str, Any]:
+    def gather(self, step: int, *, last: bool = False) -> dict[str, Any]:
         """Everything that the run after `step` steps consists of, copied to the CPU; waits for device and worker.
 
         Order of the samples and learning rate follow from the step, and what was recorded is in metrics.jsonl up to
-        `metrics_bytes`.
+        `metrics_bytes`. MemoryError where the host has not room for the copy, which would end a run that could go on;
+        `last`: this one ends anyway, and tries.
         """
+        if not last:
+            self._check_memory()
         return {
             "format": FORMAT,
             "step": step,
@@ -48,6 +52,15 @@ class RunState:
             "model": copy_to_host(self.model.state_dict()),
             "engine": self.engine.state_dict(),
         }
+
+    def _check_memory(self) -> None:
+        needed = (
+            sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())) + self.engine.state_bytes
+        )
+        if (available := available_memory()) < needed:
+            raise MemoryError(
+                f"a copy of the run needs {needed:,} bytes of host memory, {available:,} bytes are available"
+            )
 
 
 def load_engine(engine: Engine, state: dict[str, Any]) -> None:
