@@ -181,7 +181,7 @@ def stepped(loop, number):
         print(*open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split(), flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 Loop._step = stepped
-def gather(state, step):
+def gather(state, step, **how):
     os.kill(os.getpid(), signal.SIGINT)
     raise AssertionError("alive")
 RunState.gather = gather
