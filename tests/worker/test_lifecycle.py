@@ -111,13 +111,13 @@ def test_what_ends_a_whole_job_leaves_the_worker_to_its_trainer(trainer, sent):
 
 def test_a_worker_that_was_started_under_a_mask_has_none():
     """As by a program that takes its signals by `sigwait`: what is sent to the worker ends it all the same."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
         client = WorkerClient(settings=WorkerSettings(), cores=sorted(os.sched_getaffinity(0)), threads=1)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.kill(client.worker_pid, signal.SIGHUP)
-    with closing(client), pytest.raises(WorkerError, match="SIGHUP"):
+    os.kill(client.worker_pid, signal.SIGUSR1)
+    with closing(client), pytest.raises(WorkerError, match="SIGUSR1"):
         within(LIMIT, client.wait_done, 1)
 
 
