@@ -60,11 +60,11 @@ class Oracle:
 @st.composite
 def clocks(draw: st.DrawFn) -> dict:
     interval = draw(st.integers(1, 7))
-    cohorts = draw(st.one_of(st.just({interval}), st.sets(st.integers(1, interval), min_size=1)))
+    cohorts = draw(st.one_of(st.just({interval}), st.sets(st.integers(1, interval), min_size=min(2, interval))))
     return {
         "interval": interval,
-        "select": draw(st.integers(1, 20)),
-        "warm_up": draw(st.integers(0, 9)),
+        "select": draw(st.one_of(st.integers(1, 20), st.just(1000))),
+        "warm_up": draw(st.one_of(st.just(0), st.integers(0, 9))),
         "after": draw(st.integers(0, interval)),
         "cohorts": tuple(sorted(cohorts)),
     }
@@ -81,7 +81,12 @@ def make(rules: dict) -> WindowClock:
     return clock
 
 
-events = st.lists(st.sampled_from(["step", "step", "step", "skipped step", "flush", "resume"]), max_size=60)
+# Many steps between two events: a position goes round only after two windows of which nothing ends all.
+runs = st.one_of(
+    st.integers(1, 20).map(lambda steps: ["step"] * steps),
+    st.sampled_from([["skipped step"], ["flush"], ["resume"]]),
+)
+events = st.lists(runs, max_size=12).map(lambda some: [event for run in some for event in run])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
