@@ -70,11 +70,9 @@ class WorkerClient:
                     self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
                 )
                 undo.pop_all()
-        try:
+                undo.callback(self.close)
             self._send(("start", settings, tuple(cores), threads))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def worker_pid(self) -> int:
@@ -162,8 +160,10 @@ class WorkerClient:
 
     def close(self) -> None:
         """Stop the process and free its header, once; slots that it has not finished are dropped."""
-        self._stop()
-        self.header.close()
+        try:
+            self._stop()
+        finally:
+            self.header.close()
 
     def _send(self, message: tuple) -> None:
         try:

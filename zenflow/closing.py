@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -34,13 +34,14 @@ def _end_transit(pipeline: Pipeline) -> None:
 
 
 def _free(pipeline: Pipeline) -> None:
-    if pipeline.client is not None:
-        pipeline.uploads.remove_hooks()
-        pipeline.uploader.close()
-        pipeline.client.close()
-    for storage in pipeline.storages:
-        storage.close()
-    if pipeline.cores is not None:
-        pipeline.cores.restore_trainer()
-    if pipeline.unbound_threads is not None:
-        torch.set_num_threads(pipeline.unbound_threads)
+    with ExitStack() as rest:  # the last first, and all of it, also where a signal's handler raises meanwhile
+        if pipeline.unbound_threads is not None:
+            rest.callback(torch.set_num_threads, pipeline.unbound_threads)
+        if pipeline.cores is not None:
+            rest.callback(pipeline.cores.restore_trainer)
+        for storage in pipeline.storages:
+            rest.callback(storage.close)
+        if pipeline.client is not None:
+            rest.callback(pipeline.client.close)
+            rest.callback(pipeline.uploader.close)
+            rest.callback(pipeline.uploads.remove_hooks)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ from tests.engine.driving import (
     snapshot,
 )
 from tests.processes import ends_within, shared_bytes, shared_descriptors, shared_mappings
-from zenflow import ZenFlow
+from zenflow import ZenFlow, client
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
+CORES = os.sched_getaffinity(0)
 LIMIT = 5.0  # seconds in which a worker must have ended
 
 
@@ -151,6 +153,28 @@ def test_close_gives_all_shared_memory_back() -> None:
         gc.collect()
     assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)
     assert set(os.listdir("/dev/shm")) <= entries
+
+
+def test_a_handler_that_raises_while_it_closes_keeps_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during `close()`, which is not called again: the worker ends all the same, and all memory goes back."""
+    gc.collect()
+    descriptors, nbytes, threads = shared_descriptors(), shared_bytes(), torch.get_num_threads()
+    parameters = make_parameters(dtype=torch.bfloat16)
+    engine = ZenFlow(parameters, **SETTINGS, core_binding=True)
+    run_steps(engine, parameters, 3)
+    pid, has_room = engine.stats().worker_pid, client._has_room
+
+    def interrupted(*arguments: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return has_room(*arguments)
+
+    monkeypatch.setattr(client, "_has_room", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert ends_within(pid, 0)
+    assert shared_descriptors() == descriptors
+    assert shared_bytes() <= nbytes
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, CORES)
 
 
 E3 = """

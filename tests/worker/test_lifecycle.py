@@ -162,6 +162,46 @@ def test_a_traceback_reaches_the_trainer():
     memory.close()
 
 
+@pytest.fixture
+def raising_in(monkeypatch):
+    """`raising_in(name)`: SIGTERM, whose handler raises KeyError, comes at that function's end; what it returned."""
+
+    def ring(*_):
+        raise KeyError("SIGTERM")
+
+    def interrupt(name):
+        called, returned = getattr(client_module, name), []
+
+        def interrupted(*arguments):
+            returned.append(called(*arguments))
+            os.kill(os.getpid(), signal.SIGTERM)
+            return returned[-1]
+
+        monkeypatch.setattr(client_module, name, interrupted)
+        return returned
+
+    before = signal.signal(signal.SIGTERM, ring)
+    yield interrupt
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_raises_during_the_start_leaves_no_worker(raising_in):
+    """Nor one that has ended and that nobody has waited for, whoever holds the error."""
+    before, spawned = descriptors(), raising_in("_spawn")
+    with pytest.raises(KeyError, match="SIGTERM") as kept:
+        WorkerClient(settings=WorkerSettings(), cores=[0], threads=1)
+    assert kept.traceback and spawned[0].returncode is not None and descriptors() == before
+
+
+def test_a_handler_that_raises_during_the_end_does_not_break_it_off(raising_in, client):
+    before, pid = descriptors(), client.worker_pid
+    raising_in("_has_room")
+    with pytest.raises(KeyError, match="SIGTERM"):
+        client.close()
+    assert not Path(f"/proc/{pid}").exists()
+    assert descriptors() == before - 4, "two of the socket, the output and the header"
+
+
 def test_close_is_idempotent_and_ends_the_worker(trainer):
     t = trainer(make_segment())
     pid = t.client.worker_pid
