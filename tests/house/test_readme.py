@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -115,6 +116,20 @@ def test_training_commands_compose(words):
 def test_bench_commands_parse(words, monkeypatch):
     monkeypatch.setattr(bench, "physical_cores", lambda: list(range(16)))
     assert callable(bench._parser().parse_args(shlex.split(words)).run)
+
+
+def test_the_commands_of_the_bench_script_parse(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "physical_cores", lambda: list(range(16)))
+    env = os.environ | {"PYTHON": "echo"}
+    script = [str(ROOT / "scripts" / "bench.sh"), str(tmp_path / "out")]
+    printed = subprocess.run(script, env=env, capture_output=True, text=True, check=True).stdout
+    lines = [line.split()[2:] for line in printed.splitlines() if line.startswith("-m zenflow.bench")]
+    assert {words[0] for words in lines} == {"step", "memory", "kernels"} and len(lines) == 7
+    assert all(callable(bench._parser().parse_args(words).run) for words in lines)
+    again = subprocess.run(script, env=env, capture_output=True, text=True, check=True).stdout
+    assert again.count("has ended before") == 7 and "-m zenflow.bench" not in again
+    wrong = subprocess.run(script, env=env | {"PARTS": "steps"}, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "'steps'; allowed: step step_1024" in wrong.stderr
 
 
 def test_the_examples_in_python_run(tmp_path, monkeypatch):

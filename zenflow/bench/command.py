@@ -68,6 +68,7 @@ def _parser() -> ArgumentParser:
     )
     memory = commands.add_parser("memory", help="the CPU optimizer's pass beside the memory's limit")
     memory.add_argument("--threads", type=_integer(1), nargs="+", default=[4, 8, 12], metavar="N")
+    _add_place(memory)
     memory.set_defaults(run=_memory)
     _add_kernels(
         commands.add_parser(
@@ -87,9 +88,8 @@ def _add_step(step: ArgumentParser) -> None:
     _add_tables(step)
     run = step.add_argument_group("run")
     run.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), metavar="PATH", help="run before measuring")
-    run.add_argument("--out", type=_folder, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    _add_place(run)
     run.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds for a trainer (600)")
-    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
 
 
 def _add_model(step: ArgumentParser) -> None:
@@ -154,6 +154,11 @@ def _add_tables(step: ArgumentParser) -> None:
     more.add_argument("--growth-cores", nargs="+", type=_integer(1), default=[4, 8, 12], metavar="N")
 
 
+def _add_place(run: ArgumentParser) -> None:
+    run.add_argument("--out", type=_folder, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
+
+
 def _add_kernels(kernels: ArgumentParser) -> None:
     kernels.set_defaults(run=_kernels)
     what = kernels.add_argument_group("what is measured")
@@ -174,9 +179,8 @@ def _add_kernels(kernels: ArgumentParser) -> None:
     run = kernels.add_argument_group("run")
     run.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the runner and torch alone, tiny")
     run.add_argument("--tests", nargs="+", default=list(KERNEL_TESTS), metavar="PATH", help="run before measuring")
-    run.add_argument("--out", type=_folder, metavar="FOLDER", help="default: bench-results/DATE_TIME")
+    _add_place(run)
     run.add_argument("--budget", type=_positive, default=1e9, metavar="S", help="seconds after which nothing is begun")
-    run.add_argument("--commit", default="", help="what to write as the commit where there is no git")
 
 
 def _step(args: Namespace) -> int:

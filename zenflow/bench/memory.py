@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 from zenflow.bench import tables
+from zenflow.bench.session import Session
 from zenflow.bench.tables import Column, number, share
 
 COLUMNS = (
@@ -17,13 +17,16 @@ COLUMNS = (
 
 
 def run(args: Namespace) -> int:
-    """Measure and print one row a number of threads."""
+    """Measure one row a number of threads; memory.md, which is printed, and memory.csv."""
     from zenflow.bench.bandwidth import pass_bandwidth, triad
 
-    rows = []
+    session, rows = Session(args), []
     for threads in args.threads:
-        print(f"{threads} threads", file=sys.stderr, flush=True)
+        session.say(f"{threads} threads")
         row = {"threads": threads, "triad": triad(threads), "pass": pass_bandwidth(threads)}
         rows.append(row | {"ratio": row["pass"] / row["triad"]})
-    print(tables.markdown(rows, COLUMNS))
+    text = "\n".join([*session.about("Host memory"), tables.markdown(rows, COLUMNS)])
+    (session.folder / "memory.md").write_text(text + "\n", encoding="utf-8")
+    tables.write_csv(rows, session.facts, session.folder / "memory.csv")
+    print(text)
     return 0

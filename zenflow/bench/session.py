@@ -13,7 +13,7 @@ from zenflow.bench.proof import Proof, prove
 
 
 class Session:
-    """A run of `zenflow-bench`, with its arguments `out`, `commit`, `tests` and `words`."""
+    """A run of `zenflow-bench`, with its arguments `out`, `commit`, `words` and, where it proves anything, `tests`."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
@@ -34,9 +34,12 @@ class Session:
         self.proof = prove(self.args.tests, self.folder.parent / memory)
         self.say(f"tests: {self.proof.reason}")
 
-    def heading(self, title: str, withheld: str) -> Sequence[str]:
-        """The lines above the tables; `withheld`: what they lack unless the tests are green."""
+    def about(self, title: str) -> list[str]:
+        """The lines above the tables: the command and the machine."""
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items() if value and name != "command")
+        return [f"# {title}", "", f"`{self.facts['command']}`\n", f"{machine}\n"]
+
+    def heading(self, title: str, withheld: str) -> Sequence[str]:
+        """These and the tests; `withheld`: what the tables lack unless they are green."""
         verdict = "" if self.proof.green else f" NO {withheld}: "
-        tests = f"Tests:{verdict or ' '}{self.proof.reason}"
-        return [f"# {title}", "", f"`{self.facts['command']}`\n", f"{machine}\n", tests]
+        return [*self.about(title), f"Tests:{verdict or ' '}{self.proof.reason}"]
