@@ -9,7 +9,7 @@ for all channels (k = 1, U = 1, or `replay` without absent gradients), nothing i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -40,11 +40,11 @@ def is_adamw_state(state_dict: dict[str, Any]) -> bool:
 
 
 def from_adamw(
-    pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str, Any], masters: Sequence[Tensor] | None
+    pipeline: Pipeline, everyone: Mapping[int, Newcomer], state_dict: dict[str, Any], masters: Sequence[Tensor] | None
 ) -> dict[str, Any]:
     """An AdamW state as one of ours: all channels deferred until the first selection, the clock at AdamW's step.
 
-    `everyone` are the parameters in torch's order. `masters`: for each its fp32 value, in its shape; None: the weights.
+    `everyone` are the parameters by torch's index. `masters`: for each its fp32 value, in its shape; None: the weights.
     ValueError names what AdamW has and we have not, or what does not fit.
     """
     for group in state_dict["param_groups"]:
@@ -53,11 +53,11 @@ def from_adamw(
                 raise ValueError(f"{name} is {group[name]!r} in the state; allowed is {allowed}")
     if masters is not None and len(masters) != len(everyone):
         raise ValueError(f"there are {len(masters)} masters; allowed is one for each of {len(everyone)} parameters")
-    config, state = pipeline.config, {}
+    config, state, places = pipeline.config, {}, {index: place for place, index in enumerate(everyone)}
     for index, entry in state_dict["state"].items():
-        if index in range(len(everyone)):
+        if index in everyone:
             newcomer = everyone[index]
-            master = newcomer.param.detach() if masters is None else masters[index]
+            master = newcomer.param.detach() if masters is None else masters[places[index]]
             state[index] = _entry_from_adamw(pipeline, newcomer, entry, master)
         else:
             state[index] = {}  # refused by number, as in any state

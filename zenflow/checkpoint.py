@@ -20,7 +20,7 @@ older state, scores begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -134,12 +134,14 @@ def laid_out(pipeline: Pipeline) -> list[list[ParamRecord]]:
     return [pipeline.records[table.first :][: len(table.entries)] for table in pipeline.tables]
 
 
-def saved_layout(everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> list[list[Newcomer]]:
+def saved_layout(everyone: Mapping[int, Newcomer], state_dict: dict[str, Any]) -> list[list[Newcomer]]:
     """The parameters of a checked state, as they were laid out in the run that saved it; empty if it does not say."""
     return [[everyone[index] for index in together] for together in state_dict["zenflow"].get("layout", [])]
 
 
-def saved_cohorts(everyone: Sequence[Newcomer], state_dict: dict[str, Any], config: ZenFlowConfig) -> dict[int, int]:
+def saved_cohorts(
+    everyone: Mapping[int, Newcomer], state_dict: dict[str, Any], config: ZenFlowConfig
+) -> dict[int, int]:
     """By `id(param)`, the cohorts in a checked state that a run with these settings has to go on with."""
     interval = state_dict["zenflow"]["config"].get("update_interval")
     if type(interval) is not int or interval != config.update_interval:
@@ -147,7 +149,7 @@ def saved_cohorts(everyone: Sequence[Newcomer], state_dict: dict[str, Any], conf
     state = state_dict["state"]
     return {
         id(newcomer.param): state[index]["cohort"]
-        for index, newcomer in enumerate(everyone)
+        for index, newcomer in everyone.items()
         if "cohort" in state.get(index, {})
     }
 

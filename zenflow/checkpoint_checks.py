@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -69,10 +69,10 @@ def check_form(state_dict: dict[str, Any], numbers: Sequence[Sequence[int]]) -> 
             raise ValueError(f"a param group has params {group['params']} in the state; allowed is {list(expected)}")
 
 
-def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str, Any]) -> None:
+def check(pipeline: Pipeline, everyone: Mapping[int, Newcomer], state_dict: dict[str, Any]) -> None:
     """Refuse, before anything changes, a state that does not fit: ValueError naming what differs.
 
-    `everyone` are all parameters in torch's order, laid out or not.
+    `everyone` are all parameters by torch's index, laid out or not.
     """
     state, engine = state_dict["state"], state_dict["zenflow"]
     if not _equal(engine.get("format"), FORMAT):
@@ -89,12 +89,14 @@ def check(pipeline: Pipeline, everyone: Sequence[Newcomer], state_dict: dict[str
     for index, entry in state.items():
         if not isinstance(entry, dict):
             raise ValueError(f"entry {index} of the state is {entry!r}; allowed is a dict")
-    strangers = sorted(set(state) - set(range(len(everyone))), key=str)
+    strangers = sorted(set(state) - set(everyone), key=str)
     if strangers:
-        raise ValueError(f"the state has entries {strangers}; this optimizer has parameters 0 to {len(everyone) - 1}")
+        raise ValueError(
+            f"the state has entries {strangers}; this optimizer's {len(everyone)} parameters go up to {max(everyone)}"
+        )
     clock = _check_clock(pipeline, engine, state)
     known = {id(record.param) for record in pipeline.records}
-    for index, newcomer in enumerate(everyone):
+    for index, newcomer in everyone.items():
         if index in state:
             present = [row.get(index, False) for row in engine["present_log"]]
             _check_entry(pipeline.config, newcomer, state[index])

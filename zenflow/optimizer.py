@@ -24,7 +24,7 @@ from zenflow.export import full_precision
 from zenflow.matrices import Newcomer
 from zenflow.outside import adopt_outside_changes
 from zenflow.pipeline import Pipeline
-from zenflow.roster import Roster, indices_of, newcomers_of, numbers_of, params_of
+from zenflow.roster import Roster, by_index, indices_of, newcomers_of, numbers_of, params_of
 from zenflow.stats import Stats
 from zenflow.step import run_step
 from zenflow.telemetry import StepRecord
@@ -229,7 +229,7 @@ class ZenFlow(torch.optim.Optimizer):
         checkpoint_checks.check_form(state_dict, numbers_of(self.param_groups))
         if not is_adamw_state(state_dict):
             raise ValueError("this is not the state of a torch.optim.AdamW that has made a step")
-        self._load(from_adamw(self._running(), newcomers_of(self.param_groups), state_dict, masters))
+        self._load(from_adamw(self._running(), by_index(self.param_groups), state_dict, masters))
 
     @torch.no_grad()
     def adamw_state_dict(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class ZenFlow(torch.optim.Optimizer):
         return full_precision(self._running(), model)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        pipeline, everyone = self._running(), newcomers_of(self.param_groups)
+        pipeline, everyone = self._running(), by_index(self.param_groups)
         state = state_dict["state"]
         if state:
             if "zenflow" not in state_dict:
@@ -260,7 +260,7 @@ class ZenFlow(torch.optim.Optimizer):
                     "torch.optim.AdamW"
                 )
             checkpoint_checks.check(pipeline, everyone, state_dict)
-            saved = [newcomer for index, newcomer in enumerate(everyone) if index in state]
+            saved = [newcomer for index, newcomer in everyone.items() if index in state]
             layout = checkpoint.saved_layout(everyone, state_dict)
             self._lay_out_saved(saved, layout, checkpoint.saved_cohorts(everyone, state_dict, self.config))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

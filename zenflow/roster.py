@@ -44,6 +44,12 @@ def newcomers_of(groups: Groups, wanted: Callable[[Parameter], bool] = lambda pa
     return found
 
 
+def by_index(groups: Groups) -> dict[int, Newcomer]:
+    """All parameters, each once, by torch's index, which skips the places of one that is given more than once."""
+    indices = indices_of(groups)
+    return {indices[id(newcomer.param)]: newcomer for newcomer in newcomers_of(groups)}
+
+
 class Roster:
     """Which parameters one pipeline has laid out."""
 

@@ -211,6 +211,45 @@ def test_b18_the_same_parameter_given_twice_is_updated_once(device: str, build: 
     pair.check_state(owners=False)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("names", [False, True], ids=["plain", "named"])
+def test_b18_a_parameter_given_twice_is_one_state_after_a_load(names: bool, device: str, build: Builder) -> None:
+    """B18: torch's numbers skip the place of the other; with another group behind, from our own state and to AdamW and
+    back."""
+    shapes = [(4, 6), (5, 7), (3,), (6, 4)]
+    stream = make_gradients(shapes, torch.bfloat16, 9)
+    settings = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 3, "select_interval": 4}
+
+    def engine_over(parameters: list[nn.Parameter]) -> Any:
+        first, second, third, fourth = parameters
+        group = [first, second, first, third]
+        if names:
+            group = list(zip(("embedding", "body", "head", "bias"), group, strict=True))
+        return build([{"params": group}, {"params": [("last", fourth)] if names else [fourth]}], **settings)
+
+    runs = [make_parameters(shapes, torch.bfloat16, device, seed=seed) for seed in (0, 1, 2)]
+    engines = [engine_over(parameters) for parameters in runs]
+    for number, grads in enumerate(stream):
+        if number == 5:
+            saved = engines[0].state_dict()
+            assert len(saved["state"]) == 4
+            engines[1].load_state_dict(saved)
+        for parameters, engine in list(zip(runs, engines, strict=True))[: 1 + (number >= 5)]:
+            feed(parameters, grads)
+            engine.step()
+    for index, (one, other) in enumerate(zip(runs[0], runs[1], strict=True)):
+        assert_same_bits(other, one, f"weight {index}")
+    engines[0].flush()
+    masters = [engines[0].channel_state(one).master.reshape(one.shape) for one in runs[0]]
+    engines[2].load_adamw_state_dict(engines[0].adamw_state_dict(), masters=masters)
+    for index, (one, other) in enumerate(zip(runs[0], runs[2], strict=True)):
+        assert_same_bits(other, one, f"weight {index} from AdamW")
+        assert_same_bits(engines[2].channel_state(other).master.reshape(one.shape), masters[index], f"master {index}")
+    with pytest.raises(ValueError, match=r"entries \[0\]; this optimizer's 4 parameters go up to 4"):
+        saved["state"][0] = saved["state"][1]
+        engines[2].load_state_dict(saved)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_b16_construction_changes_no_bit_of_the_model(dtype: str, device: str, build: Builder) -> None:
     """B16: on a trained model the first loss is the model's own, tied or not."""
