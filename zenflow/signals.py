@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-HELD = (signal.SIGINT, signal.SIGTERM)
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SLICE_SECONDS = 0.1
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Python's handlers of SIGINT and SIGTERM run after this block instead of inside it.
+    """Python's handlers of SIGINT, SIGTERM and SIGHUP run after this block instead of inside it.
 
     Outside the main thread nothing is held: handlers never run there.
     """
@@ -61,11 +61,11 @@ def wait_for(process: subprocess.Popen, seconds: float | None = None) -> int:
 
 
 class StopRequest:
-    """A context in whose block SIGINT and SIGTERM only set `number`, for a loop that looks at it between steps.
+    """A context in whose block SIGINT, SIGTERM and SIGHUP only set `number`, for a loop that looks at it between steps.
 
-    A second signal ends the process at once, as if it had no handlers: the first one gives both signals back to the
-    system. After the block the handlers are those from before, whatever came. Outside the main thread nothing is
-    caught: handlers never run there.
+    SIGHUP stays ignored where it is, as under nohup. A second signal ends the process at once, as if it had no
+    handlers: the first one gives them all back to the system. After the block the handlers are those from before,
+    whatever came. Outside the main thread nothing is caught: handlers never run there.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,9 @@ class StopRequest:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HELD:
+                before = signal.getsignal(number)
                 # None is a handler that Python has not set and cannot put back.
-                if signal.getsignal(number) is not None:
+                if before is not None and (number, before) != (signal.SIGHUP, signal.SIG_IGN):
                     self._before[number] = signal.signal(number, self._note)
         return self
 

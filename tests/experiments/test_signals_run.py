@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at any moment: the step ends, the run is saved, the exit code says so, nobody is left behind."""
+"""SIGTERM, SIGINT, SIGHUP at any moment: the step ends, the run is saved, the exit code says so, nobody is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zenflow.training.checkpoints import all_of, step_of
 from zenflow.training.engines import ZenFlowRun
 from zenflow.training.loop import Loop
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.fixture
@@ -222,8 +222,19 @@ def test_a_request_is_a_number_until_the_block_ends():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_closed_terminal_ends_nothing_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and request.number is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_exit_codes_are_those_of_shells():
-    assert [exit_code(Stopped(number, "")) for number in NUMBERS] == [130, 143]
+    assert [exit_code(Stopped(number, "")) for number in NUMBERS] == [130, 143, 129]
     assert exit_code(KeyboardInterrupt()) == 130
 
 

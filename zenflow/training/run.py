@@ -67,7 +67,7 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
     With `config.resume` a run goes on, with its own configuration; `given` are the settings that its user names anew.
 
     Errors: InputError (one sentence) for what the user can mend, before anything is taken; a run on its own then leaves
-    nothing behind, a job of a sweep leaves the sentence in its own log. Stopped after SIGINT or SIGTERM, when the run
+    nothing behind, a job of a sweep leaves the sentence in its own log. Stopped after one of the signals, when the run
     is saved. Anything else is logged with its traceback and raised.
     """
     try:
