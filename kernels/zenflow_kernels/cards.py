@@ -21,10 +21,10 @@ logger = logging.getLogger("zenflow")
 CARDS: dict[str, dict[str, dict[str, dict[str, int]]]] = {
     "NVIDIA H200": {
         "fused_step": {
-            "column bfloat16": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "column bfloat16": {"STEP_TILE": 32768, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "row bfloat16": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "whole bfloat16": {"STEP_TILE": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
-            "column bfloat16 stochastic": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "column bfloat16 stochastic": {"STEP_TILE": 32768, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "row bfloat16 stochastic": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "whole bfloat16 stochastic": {"STEP_TILE": 8192, "UPDATE_BLOCK": 512, "WARPS": 2},
             "column float32": {"STEP_TILE": 32768, "FOLD_BLOCK": 2048, "UPDATE_BLOCK": 1024, "WARPS": 4},
@@ -32,13 +32,13 @@ CARDS: dict[str, dict[str, dict[str, dict[str, int]]]] = {
             "whole float32": {"STEP_TILE": 4096, "UPDATE_BLOCK": 1024, "WARPS": 8},
         },
         "gather_channels": {
-            "column bfloat16": {"TILE_ROWS": 4, "TILE_COLS": 128, "WARPS": 4},
+            "column bfloat16": {"TILE_ROWS": 1, "TILE_COLS": 512, "WARPS": 1},
             "row bfloat16": {"TILE_ROWS": 16, "TILE_COLS": 256, "WARPS": 2},
             "column float32": {"TILE_ROWS": 4, "TILE_COLS": 128, "WARPS": 8},
             "row float32": {"TILE_ROWS": 8, "TILE_COLS": 512, "WARPS": 2},
         },
         "scatter_channels": {
-            "column bfloat16": {"TILE_ROWS": 4, "TILE_COLS": 512, "WARPS": 2},
+            "column bfloat16": {"TILE_ROWS": 1, "TILE_COLS": 512, "WARPS": 1},
             "row bfloat16": {"TILE_ROWS": 8, "TILE_COLS": 256, "WARPS": 4},
             "column float32": {"TILE_ROWS": 4, "TILE_COLS": 512, "WARPS": 2},
             "row float32": {"TILE_ROWS": 4, "TILE_COLS": 256, "WARPS": 4},

@@ -14,8 +14,8 @@ from torch import Tensor
 from zenflow_kernels import cards
 from zenflow_kernels.dispatch import FLOAT_DTYPES, on_device, tl, triton
 
-TILE_ROWS, TILE_COLS = 4, 512  # of the compact matrix
-WARPS = 2
+TILE_ROWS, TILE_COLS = 1, 512  # of the compact matrix
+WARPS = 1
 
 
 @triton.jit

@@ -45,9 +45,9 @@ _STEP = (
     Knob(fused_step, "WARPS", (2, 4, 8)),
 )
 _COMPACT = (
-    Knob(channels, "TILE_ROWS", (4, 8, 16, 32)),
+    Knob(channels, "TILE_ROWS", (1, 2, 4, 8, 16)),
     Knob(channels, "TILE_COLS", (128, 256, 512)),
-    Knob(channels, "WARPS", (2, 4, 8)),
+    Knob(channels, "WARPS", (1, 2, 4, 8)),
 )
 _SCORES = (
     Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
