@@ -21,7 +21,13 @@ logger = logging.getLogger("zenflow")
 CARDS: dict[str, dict[str, dict[str, dict[str, int]]]] = {
     "NVIDIA H200": {
         "fused_step": {
-            "column bfloat16": {"STEP_TILE": 32768, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "column bfloat16": {
+                "STEP_TILE": 65536,
+                "FOLD_BLOCK": 4096,
+                "UPDATE_BLOCK": 1024,
+                "WARPS": 4,
+                "REGISTERS": 128,
+            },
             "row bfloat16": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "whole bfloat16": {"STEP_TILE": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
             "column bfloat16 stochastic": {"STEP_TILE": 32768, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
@@ -55,6 +61,7 @@ TUNABLE = {
         "FOLD_BLOCK": (512, 16384),
         "UPDATE_BLOCK": (64, 4096),
         "WARPS": (1, 16),
+        "REGISTERS": (64, 256),
     },
     "gather_channels": _COMPACT,
     "scatter_channels": _COMPACT,

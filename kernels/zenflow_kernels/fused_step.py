@@ -18,52 +18,21 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels import cards, tiles
+from zenflow_kernels.columns import step_columns
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
+from zenflow_kernels.fold import fold_tile
 from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, HYPER_WIDTH, adamw_, chunks
-from zenflow_kernels.selected import scale_gradient, update_share, write_share
+from zenflow_kernels.selected import positions_kernel, update_share, write_share
 from zenflow_kernels.stochastic_rounding import check_key, round_at_reference, signed_words
 from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
 
-NONE, ADD = tl.constexpr(FOLD_NONE), tl.constexpr(FOLD_ADD)
+NONE = tl.constexpr(FOLD_NONE)
 FOLD_BLOCK = 4096  # elements of the gradient folded at once
 UPDATE_BLOCK = 1024  # selected elements updated at once
 WARPS = 4
-
-
-@triton.jit
-def _fold_tile(
-    grad_ptr, slot_ptr, accumulator_ptr,
-    row_0, col_0, height, width, cols, fold, inv_scale, clip,
-    KIND: tl.constexpr, ACC_DTYPE: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Fold rows [row_0, row_0 + height) x columns [col_0, col_0 + width), writing 0 where a channel is selected."""
-    grad_ptr += row_0 * cols + col_0
-    accumulator_ptr += row_0 * cols + col_0
-    # Several rows only where a row is shorter than a tile, so 32 bits hold the offsets inside the tile.
-    stride = tl.multiple_of(tl.where(height == 1, 0, cols).to(tl.int32), ROW_MULTIPLE)
-    add = tl.full([BLOCK_R, BLOCK_C], fold, tl.int32) == ADD
-    for c in range(0, width, BLOCK_C):
-        offs_c = c + tl.arange(0, BLOCK_C)
-        mask_c = offs_c < width
-        if KIND == tiles.COLUMN:
-            slot_c = tl.load(slot_ptr + col_0 + offs_c, mask=mask_c, other=-1)  # [BLOCK_C]
-        for r in range(0, height, BLOCK_R):
-            offs_r = r + tl.arange(0, BLOCK_R)
-            mask = (offs_r < height)[:, None] & mask_c[None, :]
-            offs = offs_r[:, None] * stride + offs_c[None, :]
-            if KIND == tiles.COLUMN:
-                deferred = (slot_c < 0)[None, :]
-                mask_grad = mask  # one mask for neighbours, or loads are not vectorised
-            else:
-                deferred = (tl.load(slot_ptr + row_0 + offs_r, mask=offs_r < height, other=0) < 0)[:, None]
-                mask_grad = mask & deferred
-            grad = tl.load(grad_ptr + offs, mask=mask_grad, other=0.0)  # [BLOCK_R, BLOCK_C]
-            sums = tl.load(accumulator_ptr + offs, mask=mask_grad & add, other=0.0)
-            scaled = scale_gradient(grad, inv_scale, clip)
-            folded = tl.where(add, sums.to(tl.float32) + scaled, scaled)
-            tl.store(accumulator_ptr + offs, tl.where(deferred, folded, 0.0).to(ACC_DTYPE), mask=mask)
+REGISTERS = 128  # of a thread that steps by rows, at most: four programs share 65,536
+NO_LIMIT = 256  # registers: more than a thread can have
 
 
 @triton.jit(do_not_specialize=["bias_length", "first", "seed_low", "seed_high", "step"])
@@ -72,7 +41,7 @@ def _step_kernel(
     fold_ptr, advance_ptr, inv_scale_ptr, clip_ptr, hyper_ptr, bias_ptr,
     bias_length, first, seed_low, seed_high, step,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    FOLDS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    FOLDS: tl.constexpr, BY_ROWS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -86,21 +55,29 @@ def _step_kernel(
     if fold != NONE:
         grad_ptr = tiles.pointer(tl.load(grad_ptrs + entry), WEIGHT_DTYPE, EVEN)
         inv_scale, clip = tl.load(inv_scale_ptr), tl.load(clip_ptr)
-        if FOLDS:
-            _fold_tile(
-                grad_ptr,
-                tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
-                tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
-                row_0, col_0, height, width,
-                tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE), fold, inv_scale, clip,
-                KIND, ACC_DTYPE, ROW_MULTIPLE, BLOCK_R, BLOCK_C,
+        if BY_ROWS:
+            step_columns(
+                fields_ptr, entry, grad_ptr,
+                row_0, col_0, height, width, state_0, position_0, dense_0, size, share_width,
+                fold, inv_scale, clip, hyper_ptr,
+                WEIGHT_DTYPE, ACC_DTYPE, EVEN, ROW_MULTIPLE, BLOCK_R, BLOCK_C, BLOCK,
             )  # fmt: skip
-        update_share(
-            fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
-            tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
-            seed_low, seed_high, step,
-            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
-        )  # fmt: skip
+        else:
+            if FOLDS:
+                fold_tile(
+                    grad_ptr,
+                    tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
+                    tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
+                    row_0, col_0, height, width,
+                    tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE), fold, inv_scale, clip,
+                    KIND, ACC_DTYPE, ROW_MULTIPLE, BLOCK_R, BLOCK_C, False,
+                )  # fmt: skip
+            update_share(
+                fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
+                tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
+                seed_low, seed_high, step,
+                KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
+            )  # fmt: skip
     else:
         write_share(
             fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
@@ -149,15 +126,16 @@ def fused_step(
 
 def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor, seed: int, step: int) -> None:
     with on_device(table.fields):
-        _find_channels(table)
+        _find_positions(table, control.advance, hyper, bias)
         for launch in table.launches:
             even, chosen = launch.even and table.grads_aligned, _constants(table, launch)
             _step_kernel[(launch.tile_entry.numel(),)](
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
                 bias.shape[1], table.first, *signed_words(seed), signed_words(step)[0],
-                ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds,
-                BLOCK_R=chosen["FOLD_BLOCK"] // launch.block_cols, BLOCK_C=launch.block_cols,
+                ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds, BY_ROWS=launch.by_rows,
+                BLOCK_R=max(1, chosen["FOLD_BLOCK"] // launch.block_cols), BLOCK_C=launch.block_cols,
+                **_register_limit(launch, chosen["REGISTERS"]),
                 **_launch_options(table, launch, even, chosen),
             )  # fmt: skip
 
@@ -170,7 +148,7 @@ def write_masters(table: Table, control: StepControl, *, cohort: int = 0) -> Non
     if not uses_triton(table.fields):
         return write_masters_reference(table, control, cohort=cohort)
     with on_device(table.fields):
-        _find_channels(table)
+        _find_positions(table)
         for launch in table.launches:
             _write_kernel[(launch.tile_entry.numel(),)](
                 table.fields, launch.tile_entry, control.cohort, table.first, cohort,
@@ -178,19 +156,29 @@ def write_masters(table: Table, control: StepControl, *, cohort: int = 0) -> Non
             )  # fmt: skip
 
 
-def _find_channels(table: Table) -> None:
+def _find_positions(
+    table: Table, advance: Tensor | None = None, hyper: Tensor | None = None, bias: Tensor | None = None
+) -> None:
     # Before every pass, not once a selection: only the engine knows when it writes `slot`, and to ask the slots of all
     # parameters for their versions would cost the host what this launch costs.
     if table.launches and table.channel_tile_entry.numel():
-        tiles.channels_kernel[(table.channel_tile_entry.numel(),)](
-            table.fields, table.channel_tile_entry,
-            BLOCK=CHANNEL_TILE,
+        positions_kernel[(table.channel_tile_entry.numel(),)](
+            table.fields, table.channel_tile_entry, advance, hyper, bias,
+            0 if bias is None else bias.shape[1], table.first,
+            FACTORS=bias is not None, BLOCK=CHANNEL_TILE,
+            **EXACT,
         )  # fmt: skip
 
 
 def _constants(table: Table, launch: Launch) -> dict[str, int]:
-    own = {"FOLD_BLOCK": FOLD_BLOCK, "UPDATE_BLOCK": UPDATE_BLOCK, "WARPS": WARPS}
+    own = {"FOLD_BLOCK": FOLD_BLOCK, "UPDATE_BLOCK": UPDATE_BLOCK, "WARPS": WARPS, "REGISTERS": REGISTERS}
     return cards.constants("fused_step", table.launch_class(launch.kind), table.device, **own)
+
+
+def _register_limit(launch: Launch, registers: int) -> dict[str, int]:
+    # What a compiler for AMD does not know is an error to Triton.
+    limited = launch.by_rows and registers < NO_LIMIT and torch.version.hip is None
+    return {"maxnreg": registers} if limited else {}
 
 
 def _launch_options(table: Table, launch: Launch, even: bool, chosen: dict[str, int]) -> dict[str, Any]:

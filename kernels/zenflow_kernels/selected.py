@@ -1,6 +1,7 @@
 """What `fused_step` does with the selected channels: AdamW in one share of the compact state, and their weights.
 
-A share is the part of a parameter's compact state that one program updates, see `tiles`. Device code only.
+A share is the part of a parameter's compact state that one program updates, see `tiles`; of columns the update is in
+`columns.py`. Device code only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,60 @@ BETA2, ONE_MINUS_BETA2 = (tl.constexpr(HYPER.index(name)) for name in ("beta2", 
 def scale_gradient(grad, inv_scale, clip):
     """fp32 `(grad * inv_scale) * clip`, two roundings."""
     return (grad.to(tl.float32) * inv_scale) * clip
+
+
+@triton.jit
+def load_hyper(hyper_ptr, group):
+    """eps, decay, beta1, one_minus_beta1, beta2 and one_minus_beta2 of a group."""
+    hyper_ptr += N_HYPER * group
+    eps, decay = tl.load(hyper_ptr + EPS), tl.load(hyper_ptr + DECAY)
+    beta1, one_minus_beta1 = tl.load(hyper_ptr + BETA1), tl.load(hyper_ptr + ONE_MINUS_BETA1)
+    beta2, one_minus_beta2 = tl.load(hyper_ptr + BETA2), tl.load(hyper_ptr + ONE_MINUS_BETA2)
+    return eps, decay, beta1, one_minus_beta1, beta2, one_minus_beta2
+
+
+@triton.jit
+def adamw(m, v, p, g, step_size, denom_scale, hyper):
+    """Both moments and the master after one step, in the written order of `numerics.adamw_`."""
+    eps, decay, beta1, one_minus_beta1, beta2, one_minus_beta2 = hyper
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * (g * g)
+    p = p * decay
+    p = p - step_size * tl.div_rn(m, tl.sqrt_rn(v) * denom_scale + eps)
+    return m, v, p
+
+
+@triton.jit
+def corrections(bias_ptr, bias_length, t, mask):
+    """`1 / (1 - beta1**t)` and `1 / sqrt(1 - beta2**t)`; `t` is after the advance, and may be beyond the table."""
+    t = tl.minimum(t, bias_length - 1)
+    return tl.load(bias_ptr + 2 * t, mask=mask, other=1.0), tl.load(bias_ptr + 2 * t + 1, mask=mask, other=1.0)
+
+
+@triton.jit(do_not_specialize=["bias_length", "first"])
+def positions_kernel(
+    fields_ptr, tile_entry_ptr, advance_ptr, hyper_ptr, bias_ptr,
+    bias_length, first,
+    FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Invert `slot` into the channel of each position of the compact state; FACTORS: find its two factors, too."""
+    tile = tl.program_id(0)
+    entry = tl.load(tile_entry_ptr + tile)
+    slot_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False)
+    channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
+    channels = (tile - tiles.field(fields_ptr, entry, tiles.CHANNEL_TILE_0)) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_ptr + channels, mask=channels < tiles.field(fields_ptr, entry, tiles.CHANNELS), other=-1)
+    mask = slot >= 0  # [BLOCK]
+    tl.store(channel_ptr + slot, channels.to(tl.int32), mask=mask)
+    if FACTORS:
+        group = tiles.field(fields_ptr, entry, tiles.GROUP)
+        start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
+        size_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.STEP_SIZE), tl.float32, False)
+        scale_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.DENOM_SCALE), tl.float32, False)
+        t = tl.load(start_ptr + slot, mask=mask, other=0) + tl.load(advance_ptr + first + entry)
+        first_factor, denom_scale = corrections(bias_ptr + 2 * group * bias_length, bias_length, t, mask)
+        tl.store(size_ptr + slot, tl.load(hyper_ptr + N_HYPER * group + LR) * first_factor, mask=mask)
+        tl.store(scale_ptr + slot, denom_scale, mask=mask)
 
 
 @triton.jit
@@ -47,7 +102,7 @@ def update_share(
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW in one share of the compact state, in the written order of `numerics.adamw_`."""
+    """AdamW in one share of the compact state, of rows or of a parameter selected whole."""
     cols, group = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.GROUP)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
@@ -57,10 +112,7 @@ def update_share(
     exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED) + state_0
     grad_ptr += dense_0
     bias_ptr += 2 * group * bias_length
-    hyper_ptr += N_HYPER * group
-    lr, eps, decay = tl.load(hyper_ptr + LR), tl.load(hyper_ptr + EPS), tl.load(hyper_ptr + DECAY)
-    beta1, one_minus_beta1 = tl.load(hyper_ptr + BETA1), tl.load(hyper_ptr + ONE_MINUS_BETA1)
-    beta2, one_minus_beta2 = tl.load(hyper_ptr + BETA2), tl.load(hyper_ptr + ONE_MINUS_BETA2)
+    lr, hyper = tl.load(hyper_ptr + N_HYPER * group + LR), load_hyper(hyper_ptr, group)
     stream = tiles.field(fields_ptr, entry, tiles.STREAM).to(tl.uint32).to(tl.int32, bitcast=True)
     for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
@@ -69,13 +121,9 @@ def update_share(
         p = tl.load(master_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
         v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
-        t = tl.minimum(tl.load(start_ptr + position, mask=mask, other=0) + advance, bias_length - 1)
-        step_size = lr * tl.load(bias_ptr + 2 * t, mask=mask, other=1.0)
-        denom_scale = tl.load(bias_ptr + 2 * t + 1, mask=mask, other=1.0)
-        m = beta1 * m + one_minus_beta1 * g
-        v = beta2 * v + one_minus_beta2 * (g * g)
-        p = p * decay
-        p = p - step_size * tl.div_rn(m, tl.sqrt_rn(v) * denom_scale + eps)
+        t = tl.load(start_ptr + position, mask=mask, other=0) + advance
+        first_factor, denom_scale = corrections(bias_ptr, bias_length, t, mask)
+        m, v, p = adamw(m, v, p, g, lr * first_factor, denom_scale, hyper)
         tl.store(exp_avg_ptr + offs, m, mask=mask)
         tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
         if master_ptr.dtype.element_ty == tl.bfloat16:

@@ -25,7 +25,8 @@ STEP_TILE = 32768  # elements: its gradient and weights stay in L1 and L2 betwee
 NORM_TILE = 32768  # elements a partial sum
 CHANNEL_TILE = 1024  # channels that one program inverts
 ALIGN_BYTES = 16  # of every pointer and row, for vector loads and stores
-WIDEST_BLOCK = 512  # columns of the blocks a tile is walked in
+BLOCK_WIDTHS = (8, 32, 128, 512)  # columns of the blocks a tile is walked in
+WIDE_BLOCK = 2048  # of a matrix that fills them by three quarters, and is stepped by rows
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ class Entry:
         """Rows and columns as the kernels walk them: a parameter selected whole is one long row."""
         return self.shape if self.kind != "whole" else (min(1, self.weight.numel()), self.weight.numel())
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether `fused_step` folds and updates a few rows in turn, see `columns`, instead of a tile each."""
+        plain = self.weight.element_size() == 2 and self.master.dtype == torch.float32
+        return plain and self.kind == "column" and self.accumulator is not None
+
     def compact_shape(self) -> tuple[int, int]:
         rows, cols = self.shape
         return {"column": (rows, self.selected), "row": (self.selected, cols), "whole": (rows, cols)}[self.kind]
@@ -84,6 +91,7 @@ class Launch:
     block_cols: int
     even: bool  # every row starts on an ALIGN_BYTES boundary
     folds: bool
+    by_rows: bool
     entries: tuple[int, ...]
     tile_entry: Tensor  # int32 [tiles]
 
@@ -123,6 +131,8 @@ class Table:
         # Channel of each selected position, derived from `slot` by the kernels at every step; -1 before a selection.
         n_positions = sum(entry.selected for entry in self.entries if entry.slot is not None)
         self.channel = torch.full((n_positions,), -1, dtype=torch.int32, device=self.device)
+        # Of each position in this step: lr / (1 - beta1**t) and 1 / sqrt(1 - beta2**t), where it has a channel.
+        self.factors = torch.ones(2, n_positions, dtype=torch.float32, device=self.device)
         self._channel_tiles = [0 if e.slot is None else -(-e.channels // CHANNEL_TILE) for e in self.entries]
         numbers = range(len(self.entries))
         self.channel_tile_entry = self._to_device(_repeat(numbers, self._channel_tiles), torch.int32)
@@ -182,7 +192,7 @@ class Table:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _plan_launches(self) -> list[Launch]:
-        classes: dict[tuple[str, int, bool, bool], list[int]] = {}
+        classes: dict[tuple[str, int, bool, bool, bool], list[int]] = {}
         for number, entry in enumerate(self.entries):
             if self._tiles[number][2]:
                 classes.setdefault(_launch_class(entry), []).append(number)
@@ -204,7 +214,7 @@ class Table:
             tile_rows, parts, _ = self._tiles[number]
             pointers = (entry.weight, entry.master, entry.exp_avg, entry.exp_avg_sq, entry.start, entry.slot)
             values += [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
-            values += [self.channel.data_ptr() + 4 * channel[number]]
+            values += [tensor.data_ptr() + 4 * channel[number] for tensor in (self.channel, *self.factors)]
             values += [0 if entry.accumulator is None else entry.accumulator.data_ptr()]
             values += [*entry.extent, entry.selected, entry.group, tile_rows, parts, entry.channels]
             values += [step_tile[number], norm_tile[number], channel_tile[number], entry.stream]
@@ -229,17 +239,20 @@ def _step_tiles(entry: Entry, tile: int) -> tuple[int, int, int]:
     return tile_rows, parts, -(-rows // tile_rows) * parts
 
 
-def _launch_class(entry: Entry) -> tuple[str, int, bool, bool]:
+def _launch_class(entry: Entry) -> tuple[str, int, bool, bool, bool]:
     cols = entry.shape[1]
-    widths = [8, 32, 128, WIDEST_BLOCK]
-    block_cols = WIDEST_BLOCK if entry.kind == "whole" else next((w for w in widths if w >= cols), WIDEST_BLOCK)
+    block_cols = BLOCK_WIDTHS[-1]
+    if entry.by_rows and 4 * cols >= 3 * WIDE_BLOCK * -(-cols // WIDE_BLOCK):
+        block_cols = WIDE_BLOCK
+    elif entry.kind != "whole":
+        block_cols = next((width for width in BLOCK_WIDTHS if width >= cols), block_cols)
     if entry.kind == "whole":
         tensors, row = (entry.weight, entry.master, entry.exp_avg, entry.exp_avg_sq), entry.weight.numel()
     else:
         tensors, row = (entry.weight, entry.accumulator), cols
     even = row * entry.weight.element_size() % ALIGN_BYTES == 0
     even = even and all(tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors if tensor is not None)
-    return entry.kind, block_cols, even, entry.accumulator is not None
+    return entry.kind, block_cols, even, entry.accumulator is not None, entry.by_rows
 
 
 def _check_entries(entries: Sequence[Entry]) -> None:

@@ -11,12 +11,12 @@ from zenflow_kernels.dispatch import tl, triton
 KINDS = {"column": 0, "row": 1, "whole": 2}
 
 # Columns of the table on the device, one int64 each; addresses first.
-N_FIELDS = tl.constexpr(19)
+N_FIELDS = tl.constexpr(21)
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = (tl.constexpr(column) for column in range(4))
-START, SLOT, CHANNEL, ACCUMULATOR = (tl.constexpr(column) for column in range(4, 8))
-ROWS, COLS, SELECTED, GROUP = (tl.constexpr(column) for column in range(8, 12))
-TILE_ROWS, PARTS, CHANNELS = (tl.constexpr(column) for column in range(12, 15))
-STEP_TILE_0, NORM_TILE_0, CHANNEL_TILE_0, STREAM = (tl.constexpr(column) for column in range(15, 19))
+START, SLOT, CHANNEL, STEP_SIZE, DENOM_SCALE, ACCUMULATOR = (tl.constexpr(column) for column in range(4, 10))
+ROWS, COLS, SELECTED, GROUP = (tl.constexpr(column) for column in range(10, 14))
+TILE_ROWS, PARTS, CHANNELS = (tl.constexpr(column) for column in range(14, 17))
+STEP_TILE_0, NORM_TILE_0, CHANNEL_TILE_0, STREAM = (tl.constexpr(column) for column in range(17, 21))
 
 COLUMN, ROW, WHOLE = (tl.constexpr(kind) for kind in KINDS.values())
 
@@ -94,18 +94,3 @@ def locate(offs, position_0, size, width, cols, channel_ptr, KIND: tl.constexpr)
         # A share has several rows only where a row is shorter than a tile, so 32 bits hold r * cols.
         dense = r * cols.to(tl.int32) + channel if KIND == COLUMN else channel.to(tl.int64) * cols + c
     return dense, position, mask
-
-
-@triton.jit
-def channels_kernel(
-    fields_ptr, tile_entry_ptr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Invert `slot` into the channel of each position of the compact state."""
-    tile = tl.program_id(0)
-    entry = tl.load(tile_entry_ptr + tile)
-    slot_ptr = pointer(field(fields_ptr, entry, SLOT), tl.int32, False)
-    channel_ptr = pointer(field(fields_ptr, entry, CHANNEL), tl.int32, False)
-    channels = (tile - field(fields_ptr, entry, CHANNEL_TILE_0)) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slot_ptr + channels, mask=channels < field(fields_ptr, entry, CHANNELS), other=-1)  # [BLOCK]
-    tl.store(channel_ptr + slot, channels.to(tl.int32), mask=slot >= 0)

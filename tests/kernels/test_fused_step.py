@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from zenflow_kernels import fused_step as step_module
-from zenflow_kernels import tiles
 from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE
 from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters, write_masters_reference
 from zenflow_kernels.gather import gather_channels
@@ -111,7 +110,7 @@ def test_empty_parameters_launch_nothing_and_ask_nothing(device, monkeypatch):
     """D6; and the references read the decision on the host, which would wait for a GPU at every step."""
     for name in ("_step_kernel", "_write_kernel", "fused_step_reference", "write_masters_reference"):
         monkeypatch.setattr(step_module, name, None)
-    monkeypatch.setattr(tiles, "channels_kernel", None)
+    monkeypatch.setattr(step_module, "positions_kernel", None)
     specs = [Spec("row", 0, 128, 0), Spec("row", 9, 0, 2), Spec("column", 9, 0, 0), Spec("column", 0, 9, 2)]
     world = make_world([*specs, Spec("whole", 0, 7)], device, torch.float32)
     decide(world, 1, SCALES["plain"])

@@ -39,7 +39,7 @@ STEPS = 64
 
 # Compilations of each kernel: once for all dtypes, or in each dtype once a class.
 ONCE = {
-    "channels_kernel": 1,
+    "positions_kernel": 2,  # with the factors of a step, and without
     "_close_step_kernel": 1,
     "_select_kernel": 1,
     "_add_runs_kernel": 1,

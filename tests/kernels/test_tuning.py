@@ -127,7 +127,7 @@ def test_a_search_starts_from_today_and_keeps_the_best():
     (best,) = (candidate for candidate in found if candidate.best)
     assert best is found[2]
     # Each value of each constant once, today's among them counted once in all.
-    assert len(found) == 1 + sum(len(knob.values) - 1 for knob in KNOBS["fused_step"])
+    assert len(found) == 1 + sum(len(knob.values) - 1 for knob in knobs_of("fused_step", problem))
     chosen = best.label.split()[0]
     assert chosen.startswith("table.STEP_TILE=") and chosen != f"table.STEP_TILE={table.STEP_TILE}"
     after = found[1 + len(KNOBS["fused_step"][0].values) - 1 :]

@@ -44,6 +44,7 @@ _STEP = (
     Knob(fused_step, "UPDATE_BLOCK", (256, 512, 1024, 2048)),
     Knob(fused_step, "WARPS", (2, 4, 8)),
 )
+_BY_ROWS = (*_STEP, Knob(fused_step, "REGISTERS", (64, 128, fused_step.NO_LIMIT)))
 _COMPACT = (
     Knob(channels, "TILE_ROWS", (1, 2, 4, 8, 16)),
     Knob(channels, "TILE_COLS", (128, 256, 512)),
@@ -56,8 +57,8 @@ _SCORES = (
 )
 KNOBS = {
     "partial_norms": (Knob(norm, "NORM_BLOCK", (2048, 4096, 8192)), Knob(norm, "WARPS", (4, 8, 16))),
-    "fused_step": _STEP,
-    "fused_step_first": _STEP,
+    "fused_step": _BY_ROWS,
+    "fused_step_first": _BY_ROWS,
     "fused_step_alone": _STEP,
     "fused_step_stochastic": _STEP,
     "fused_step_whole": _STEP,
@@ -76,7 +77,7 @@ SHIPPED = {name: name for name in cards.TUNABLE} | {
 }
 ONE_CLASS = ("select_channels", "stochastic_rounding")
 # By layout, what the scores, or fused_step, do not read there.
-UNUSED = {"columns": "ROW_BLOCK", "rows": "COLUMN_BLOCK", "whole": "FOLD_BLOCK"}
+UNUSED = {"columns": ("ROW_BLOCK",), "rows": ("COLUMN_BLOCK", "REGISTERS"), "whole": ("FOLD_BLOCK", "REGISTERS")}
 
 Setting = dict[Knob, Any]
 
@@ -109,7 +110,10 @@ def launch_constants(setting: Setting) -> Iterator[None]:
 
 def knobs_of(op: str, problem: Problem) -> tuple[Knob, ...]:
     """The constants that the op's launchers read for this problem; none if it has nothing to choose."""
-    return tuple(knob for knob in KNOBS.get(op, ()) if knob.name != UNUSED.get(problem.layout))
+    unused = UNUSED.get(problem.layout, ())
+    if problem.dtype.itemsize != 2:  # columns are stepped by rows only then
+        unused += ("REGISTERS",)
+    return tuple(knob for knob in KNOBS.get(op, ()) if knob.name not in unused)
 
 
 def class_of(op: str, problem: Problem) -> str:
