@@ -22,10 +22,10 @@ from zenflow_kernels.channels import channel_axis, check_matrix, integers_on, ro
 from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
 
 IMPORTANCES = ("square", "magnitude")
-# Elements of a channel that one program sums: it reads some 100 KB of fp32 in both layouts.
-COLUMN_RUN, ROW_RUN = 512, 2048
+COLUMN_RUN, ROW_RUN = 512, 4096  # elements of a channel that one program sums
 # Elements of a channel x channels, read at once; the second pair where the elements of a channel are neighbours.
-COLUMN_BLOCK, ROW_BLOCK = (16, 256), (256, 16)
+COLUMN_BLOCK, ROW_BLOCK = (16, 256), (512, 4)
+COLUMN_UNROLL, ROW_UNROLL = 1, 4  # blocks that are on their way together
 WARPS = 4
 SUM_BLOCK, RUNS_AT_ONCE = 256, 16  # channels whose runs one program adds, and how many runs it reads at once
 
@@ -45,7 +45,7 @@ def _runs_kernel(
     fields_ptr, matrix_ptr, address_ptr,
     runs_ptr,
     SQUARE: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
-    DTYPE: tl.constexpr, MULTIPLE: tl.constexpr,
+    UNROLL: tl.constexpr, DTYPE: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.load(matrix_ptr + tl.program_id(0))
     program = tl.program_id(0) - matrix_field(fields_ptr, matrix, RUN_PROGRAM_0)
@@ -65,7 +65,7 @@ def _runs_kernel(
     run = program // blocks
     c = (program - run * blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     sums = tl.zeros([BLOCK_L, BLOCK_C], dtype=tl.float32)
-    for offset in range(0, RUN, BLOCK_L):
+    for offset in tl.range(0, RUN, BLOCK_L, loop_unroll_factor=UNROLL):
         i = run * RUN + offset + tl.arange(0, BLOCK_L)
         mask = (i < length)[:, None] & (c < channels)[None, :]
         offs = i[:, None] + c[None, :] * cols if ROW else i[:, None] * cols + c[None, :]
@@ -228,7 +228,7 @@ def launch_runs(
         told.fields, told.run_matrix, address,
         runs,
         SQUARE=importance == "square", ROW=channel_dim == "row", RUN=run, BLOCK_L=block_l, BLOCK_C=block_c,
-        DTYPE=triton_dtype(dtype), MULTIPLE=multiple,
+        UNROLL=COLUMN_UNROLL if channel_dim == "column" else ROW_UNROLL, DTYPE=triton_dtype(dtype), MULTIPLE=multiple,
         num_warps=WARPS, **EXACT,
     )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Choose the n channels with the highest scores.
 
 Scores are ordered by an integer key: the bits of an fp32 number, with those of negative numbers reversed, order as the
-numbers do; every non-finite score gets the lowest key of all. The nth highest key is found bit by bit, by counting how
-many keys reach a candidate. Every key above it is chosen, and of those equal to it the ones with the lowest index: one
-pass in index order writes the result, ascending and free of ties. One program makes one choice.
+numbers do; every non-finite score gets the lowest key of all. The nth highest key is found digit by digit, 8 bits each,
+from histograms of the keys that begin as it does. Every key above it is chosen, and of those equal to it the ones with
+the lowest index: one pass in index order writes the result, ascending and free of ties. One program makes one choice.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def _select_kernel(
 ):  # fmt: skip
     fields_ptr += tl.program_id(0) * N_FIELDS
     scores_ptr = tl.load(fields_ptr).to(tl.pointer_type(tl.float32))
-    channels, n = tl.load(fields_ptr + 1).to(tl.int32), tl.load(fields_ptr + 2).to(tl.int32)
+    channels, wanted = tl.load(fields_ptr + 1).to(tl.int32), tl.load(fields_ptr + 2).to(tl.int32)
     index_ptr += tl.load(fields_ptr + 3)
     threshold = tl.full((), 0, tl.int64)
-    for step in range(0, 32):
-        candidate = threshold + (tl.full((), 2147483648, tl.int64) >> step)
-        reached = tl.zeros([BLOCK], dtype=tl.int32)
+    for step in range(0, 4):
+        shift = tl.full((), 24, tl.int64) - 8 * step
+        counts = tl.zeros([256], dtype=tl.int32)
         for offset in range(0, channels, BLOCK):
-            reached += (_keys(scores_ptr, offset + tl.arange(0, BLOCK), channels) >= candidate).to(tl.int32)
-        threshold = tl.where(tl.sum(reached, axis=0) >= n, candidate, threshold)
-
-    above = tl.zeros([BLOCK], dtype=tl.int32)
-    for offset in range(0, channels, BLOCK):
-        above += (_keys(scores_ptr, offset + tl.arange(0, BLOCK), channels) > threshold).to(tl.int32)
-    equals_wanted = n - tl.sum(above, axis=0)
+            keys = _keys(scores_ptr, offset + tl.arange(0, BLOCK), channels)
+            begins_so = (keys >= 0) & ((keys >> (shift + 8)) == threshold)
+            counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=begins_so)
+        reached = tl.cumsum(counts, axis=0, reverse=True)  # keys with this digit or a higher one
+        digit = tl.sum((reached >= wanted).to(tl.int32), axis=0) - 1
+        wanted -= tl.sum(tl.where(tl.arange(0, 256) == digit, reached - counts, 0), axis=0)
+        threshold = threshold * 256 + digit
 
     equals_before = tl.full((), 0, tl.int32)
     chosen_before = tl.full((), 0, tl.int32)
@@ -62,7 +62,7 @@ def _select_kernel(
         keys = _keys(scores_ptr, offs, channels)  # [BLOCK]
         equal = (keys == threshold).to(tl.int32)
         rank = equals_before + tl.cumsum(equal, axis=0) - equal
-        chosen = ((keys > threshold) | ((equal != 0) & (rank < equals_wanted))).to(tl.int32)
+        chosen = ((keys > threshold) | ((equal != 0) & (rank < wanted))).to(tl.int32)
         place = chosen_before + tl.cumsum(chosen, axis=0) - chosen
         tl.store(index_ptr + place, offs.to(tl.int64), mask=chosen != 0)
         equals_before += tl.sum(equal, axis=0)

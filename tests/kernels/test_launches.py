@@ -31,7 +31,6 @@ from zenflow_kernels.topk import select_channels
 
 from tests.kernels.building import Spec, World, bits, make_world
 
-# Both sides of the first matrix exceed one run of channel_scores.
 SPECS = [Spec("column", 640, 768, 70), Spec("row", 64, 128, 9), Spec("whole", 1, 1000)]
 STOCHASTIC = [replace(spec, stochastic=True) for spec in SPECS]  # in bf16
 EMPTY = [Spec("column", 9, 0, 0), Spec("row", 0, 128, 0), Spec("whole", 0, 7)]

@@ -52,7 +52,9 @@ _COMPACT = (
 )
 _SCORES = (
     Knob(importance, "COLUMN_BLOCK", ((16, 256), (8, 512), (32, 128), (16, 512))),
-    Knob(importance, "ROW_BLOCK", ((256, 16), (512, 8), (128, 32), (512, 16))),
+    Knob(importance, "ROW_BLOCK", ((512, 4), (256, 16), (512, 8), (1024, 4))),
+    Knob(importance, "COLUMN_UNROLL", (1, 2, 4)),
+    Knob(importance, "ROW_UNROLL", (1, 2, 4)),
     Knob(importance, "WARPS", (4, 8)),
 )
 KNOBS = {
@@ -77,7 +79,11 @@ SHIPPED = {name: name for name in cards.TUNABLE} | {
 }
 ONE_CLASS = ("select_channels", "stochastic_rounding")
 # By layout, what the scores, or fused_step, do not read there.
-UNUSED = {"columns": ("ROW_BLOCK",), "rows": ("COLUMN_BLOCK", "REGISTERS"), "whole": ("FOLD_BLOCK", "REGISTERS")}
+UNUSED = {
+    "columns": ("ROW_BLOCK", "ROW_UNROLL"),
+    "rows": ("COLUMN_BLOCK", "COLUMN_UNROLL", "REGISTERS"),
+    "whole": ("FOLD_BLOCK", "REGISTERS"),
+}
 
 Setting = dict[Knob, Any]
 
