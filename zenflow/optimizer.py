@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from zenflow.step import run_step
 from zenflow.telemetry import StepRecord
 from zenflow.trace import Tracer
 from zenflow.tracing import start_trace, stop_trace
+from zenflow.turn import Turn, in_turn
 from zenflow.visible import drop_gradients
 from zenflow.window_end import flush_pipeline
 
@@ -65,6 +66,7 @@ class ZenFlow(torch.optim.Optimizer):
         config: ZenFlowConfig | None = None,
         **config_fields: Any,
     ) -> None:
+        self._turn = Turn()
         self._pipeline: Pipeline | None = None
         self._closed = False
         self._warned_no_gradient = False
@@ -75,13 +77,15 @@ class ZenFlow(torch.optim.Optimizer):
             raise ValueError("the param groups hold no parameter; allowed is at least one")
         device = everyone[0].param.device
         check_parameters(everyone, device, self.config)
-        self._use(Pipeline(self.config, device))
         try:
-            self._roster.lay_out(self.param_groups, [each for each in everyone if each.param.requires_grad])
+            with torch.inference_mode(False):
+                self._use(Pipeline(self.config, device, self._turn))
+                self._roster.lay_out(self.param_groups, [each for each in everyone if each.param.requires_grad])
         except BaseException:
             self.close(flush=False)
             raise
 
+    @in_turn
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the new parameters get their place at their first gradient."""
         super().add_param_group(param_group)
@@ -93,6 +97,7 @@ class ZenFlow(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch, also for gradients that shall take part in no step.
 
@@ -101,32 +106,36 @@ class ZenFlow(torch.optim.Optimizer):
         """
         pipeline = self._pipeline
         if pipeline is not None and not self._closed and not pipeline.stepping:
-            with torch.no_grad():
-                drop_gradients(pipeline)
+            drop_gradients(pipeline)
             if not set_to_none:
                 pipeline.sender.release_gradients()
         super().zero_grad(set_to_none)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step over the gradients in `.grad`; a `closure` is evaluated once, first, and its value returned."""
-        pipeline = self._running()
+        self._running()
         loss = None
-        if closure is not None:
+        if closure is not None:  # before this thread's turn: others may have to make its backward pass
             with torch.enable_grad():
                 loss = closure()
+        self._step()
+        return loss
+
+    @in_turn
+    def _step(self) -> None:
+        pipeline = self._running()
         self._roster.welcome(self.param_groups)
         self._warn_without_gradients()
         run_step(pipeline, self.param_groups, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        return loss
+        self._roster.enter(self.state)
 
-    @torch.no_grad()
+    @in_turn
     def flush(self) -> None:
         """End the running window now: its partial sum is applied and every result becomes visible in the weights, which
         are rounded masters afterwards, no predictions (`weight_prediction`)."""
         flush_pipeline(self._running())
 
-    @torch.no_grad()
+    @in_turn
     def reload_weights(self) -> None:
         """Masters follow the weights after edits that autograd cannot see (`param.data[...] = ...`)."""
         adopt_outside_changes(self._running(), force=True)
@@ -135,17 +144,19 @@ class ZenFlow(torch.optim.Optimizer):
         """Stop the CPU optimizer and free its memory; idempotent. The weights stay, `step()` raises afterwards.
 
         With `flush` (the default) every deferred result is applied first; without, what is on its way is dropped, and
-        predictions that are visible stay.
+        predictions that are visible stay. A forked copy of the process only lets go of what it shares.
         """
-        if self._closed or self._pipeline is None:
-            self._closed = True
-            return
-        try:
-            if flush and not self._pipeline.stepping:
-                self.flush()
-        finally:
-            self._closed = True
-            close_pipeline(self._pipeline)
+        forked = self._turn.is_foreign
+        with nullcontext() if forked else self._turn.lock:
+            if self._closed or self._pipeline is None:
+                self._closed = True
+                return
+            try:
+                if flush and not forked and not self._pipeline.stepping:
+                    self.flush()
+            finally:
+                self._closed = True
+                close_pipeline(self._pipeline)
 
     def __enter__(self) -> ZenFlow:
         return self
@@ -153,10 +164,12 @@ class ZenFlow(torch.optim.Optimizer):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(flush=kind is None)
 
+    @in_turn
     def stats(self) -> Stats:
         """Counters and clocks since construction; waits for the device to finish what is queued."""
         return self._running().stats()
 
+    @in_turn
     def records(self, wait: bool = False) -> list[StepRecord]:
         """What the latest steps cost, oldest first, without making anything wait; `wait` waits for all that ended.
 
@@ -169,15 +182,18 @@ class ZenFlow(torch.optim.Optimizer):
     @contextmanager
     def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
         """Record a Chrome trace of the steps inside the block and write it to `path` (ui.perfetto.dev shows it)."""
-        pipeline = self._running()
-        tracer = start_trace(pipeline)
+        self._refuse_fork()
+        with self._turn.lock:
+            pipeline = self._running()
+            tracer = start_trace(pipeline)
         try:
             yield tracer
         finally:
-            stop_trace(pipeline)
+            with self._turn.lock:
+                stop_trace(pipeline)
         tracer.write(path)
 
-    @torch.no_grad()
+    @in_turn
     def channel_state(self, param: Parameter) -> ChannelState:
         """The state of one parameter, wherever it lives; waits for the worker, makes nothing visible.
 
@@ -191,7 +207,7 @@ class ZenFlow(torch.optim.Optimizer):
         pipeline.wait_for_worker()
         return channel_state(record, int(pipeline.control.advance[record.index].item()))
 
-    @torch.no_grad()
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, on the CPU; `"state"` is empty before the first step."""
         pipeline = self._running()
@@ -205,7 +221,7 @@ class ZenFlow(torch.optim.Optimizer):
             packed["state"], packed["zenflow"] = checkpoint.save(pipeline, indices_of(self.param_groups))
         return packed
 
-    @torch.no_grad()
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict()`; masters win over weights. An empty state changes only the groups' settings.
 
@@ -218,7 +234,7 @@ class ZenFlow(torch.optim.Optimizer):
         else:
             self._load(state_dict)
 
-    @torch.no_grad()
+    @in_turn
     def load_adamw_state_dict(self, state_dict: dict[str, Any], masters: Sequence[Tensor] | None = None) -> None:
         """Go on where a `torch.optim.AdamW` over the same parameters stopped: moments, t and settings are its own.
 
@@ -231,7 +247,7 @@ class ZenFlow(torch.optim.Optimizer):
             raise ValueError("this is not the state of a torch.optim.AdamW that has made a step")
         self._load(from_adamw(self._running(), by_index(self.param_groups), state_dict, masters))
 
-    @torch.no_grad()
+    @in_turn
     def adamw_state_dict(self) -> dict[str, Any]:
         """This state for a `torch.optim.AdamW` over the same parameters in fp32; `export_weights` has its weights.
 
@@ -242,7 +258,7 @@ class ZenFlow(torch.optim.Optimizer):
         state = to_adamw(self._running(), indices_of(self.param_groups), self.param_groups)
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
-    @torch.no_grad()
+    @in_turn
     def export_weights(self, model: Module) -> dict[str, Tensor]:
         """`model.state_dict()` on the CPU with fp32 masters for weights; `flush()` first if they shall be the final
         ones. `zenflow.export.save_weights` makes a safetensors file of it.
@@ -266,6 +282,7 @@ class ZenFlow(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if state:
             checkpoint.load(self._running(), state, state_dict["zenflow"], indices_of(self.param_groups))
+        self._roster.enter(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError("a ZenFlow optimizer owns a process and shared memory and cannot be copied; use state_dict()")
@@ -288,6 +305,11 @@ class ZenFlow(torch.optim.Optimizer):
             )
         return self._pipeline
 
+    def _refuse_fork(self) -> None:
+        pipeline = None if self._closed else self._pipeline
+        if pipeline is not None and pipeline.client is not None:
+            self._turn.refuse_fork()
+
     def _lay_out_saved(self, saved: list[Newcomer], layout: list[list[Newcomer]], cohorts: dict[int, int]) -> None:
         """Give the parameters of a checked state their places as the run that saved it had them: laid out together,
         in the same cohorts. Which bucket is tried (`upload_check`), and a later parameter's cohort, depend on it."""
@@ -297,7 +319,7 @@ class ZenFlow(torch.optim.Optimizer):
         here = {id(record.param): record.storage.cohort for record in pipeline.records if record.storage is not None}
         if (wanted and mine != wanted[: len(mine)]) or (cohorts and not here.items() <= cohorts.items()):
             close_pipeline(pipeline)
-            self._use(Pipeline(self.config, pipeline.device, pipeline.telemetry))
+            self._use(Pipeline(self.config, pipeline.device, self._turn, pipeline.telemetry))
         try:
             for together in (*layout, saved):
                 self._roster.lay_out(self.param_groups, together, cohorts or None)

@@ -26,6 +26,7 @@ from zenflow.stats import Stats
 from zenflow.storage import SegmentStorage
 from zenflow.telemetry import Telemetry
 from zenflow.trace import Tracer
+from zenflow.turn import Turn
 from zenflow.uploading import Sent, Uploader
 from zenflow.uploads import Uploads
 from zenflow.window import WindowClock
@@ -34,8 +35,10 @@ from zenflow.window import WindowClock
 class Pipeline:
     """Records, tables, storages, the worker, and the clock that drives them."""
 
-    def __init__(self, config: ZenFlowConfig, device: torch.device, telemetry: Telemetry | None = None) -> None:
-        """telemetry: of the pipeline that this one replaces, if it does."""
+    def __init__(
+        self, config: ZenFlowConfig, device: torch.device, turn: Turn, telemetry: Telemetry | None = None
+    ) -> None:
+        """turn: the optimizer's; telemetry: of the pipeline that this one replaces, if it does."""
         self.config = config
         self.device = device
         self.clock = WindowClock(
@@ -60,7 +63,7 @@ class Pipeline:
         self.gap = ExitStack()  # the span between two steps, while tracing
         self.sender = Sender(device, self.telemetry)
         self.uploader = Uploader(device, self.telemetry)
-        self.uploads = Uploads(config, device, self.records, self.uploader)
+        self.uploads = Uploads(config, device, self.records, self.uploader, turn)
         # One row a step of the longest running window; in the first, one tuple a group.
         self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []

@@ -83,6 +83,14 @@ class Roster:
         if any(has_gradient(param) for param in self._unknown):
             self.lay_out(groups, newcomers_of(groups, has_gradient))
 
+    def enter(self, state: dict[Parameter, Any]) -> None:
+        """Fill torch's `state` of an optimizer that has made a step: what it holds is ours, but it must not be empty.
+
+        With one that is, `torch.distributed.checkpoint` makes a step of its own, to have something to save.
+        """
+        if not state and self._pipeline.clock.state.step:
+            state.update((record.param, {}) for record in self._pipeline.records)
+
     def _check(self, ids: Sequence[Sequence[int]]) -> None:
         numbers = {param: number for number, group in enumerate(ids) for param in group}
         for record in self._pipeline.records:

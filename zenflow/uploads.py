@@ -29,6 +29,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.driver import current_stream_number
 from zenflow.param_record import ParamRecord, tell_autograd
 from zenflow.storage import SegmentStorage
+from zenflow.turn import Turn
 from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 
@@ -44,11 +45,17 @@ class Uploads:
     """
 
     def __init__(
-        self, config: ZenFlowConfig, device: torch.device, records: list[ParamRecord], uploader: Uploader
+        self,
+        config: ZenFlowConfig,
+        device: torch.device,
+        records: list[ParamRecord],
+        uploader: Uploader,
+        turn: Turn,
     ) -> None:
         self.pending: list[Sent] = []
         self.loaded_hyper: dict[int, np.ndarray] = {}
         self.check = UploadCheck(config.upload_check)
+        self.turn = turn
         self._uploader = uploader
         self._device = device
         self._records = records
@@ -255,9 +262,13 @@ def _mention_compilation() -> None:
 
 def _on_gradient(uploads: weakref.ref[Uploads], hooks: int, index: int, _: Tensor) -> None:
     # A hook lives as long as its parameter: it must not keep the optimizer. Where another hook of the parameter has
-    # called step() or zero_grad(), a removed one still runs: the gradient went with that step.
-    if (me := uploads()) is not None and me.hooks == hooks:
-        me.gradient_arrived(index)
+    # called step() or zero_grad(), a removed one still runs: the gradient went with that step. A forked copy of the
+    # process has weights of its own, into which no results go.
+    me = uploads()
+    if me is not None and not me.turn.is_foreign:
+        with me.turn.lock:
+            if me.hooks == hooks:
+                me.gradient_arrived(index)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.driving import SHAPES, Builder, Pair, feed, make_gradients, make_parameters
+from tests.engine.resuming import assert_same_state
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2}
 
@@ -170,3 +171,20 @@ def test_the_default_device_does_not_matter(device: str, build: Builder) -> None
             pair.engine.step()
         pair.check_weights()
     pair.check_state()
+
+
+def test_torch_s_distributed_checkpoint_makes_no_step_of_its_own(device: str, build: Builder) -> None:
+    """It makes one where an optimizer's `state` is empty, to have something to save."""
+    state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(device)
+    engine = build(model.parameters(), topk_ratio=0.3)
+    for reloaded in (False, True):
+        for _ in range(3):
+            model(torch.ones(2, 6, device=device)).square().sum().backward()
+            engine.step()
+            engine.zero_grad()
+        before = engine.state_dict()
+        if reloaded:
+            engine.load_state_dict(before)
+        state_dict.get_optimizer_state_dict(model, engine)
+        assert_same_state(engine.state_dict(), before)
