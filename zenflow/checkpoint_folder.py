@@ -244,13 +244,17 @@ def _read_body(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a {FORMAT}")
-    if body.get("version") != VERSION:
+    if type(body.get("version")) is not int or body["version"] != VERSION:
         raise CheckpointError(f"{path} has version {body.get('version')!r}; this program reads version {VERSION}")
     for name, kind in _PARTS.items():
         if not isinstance(body.get(name), kind):
             raise CheckpointError(f"{path} is damaged: {name} is missing or no {kind.__name__}")
     written = body.pop("sha256")
-    if _hash_of(body) != written:
+    try:
+        found = _hash_of(body)
+    except (ValueError, RecursionError) as error:  # NaN, which JSON does not know, or nested to the limit
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if found != written:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that it names")
     _check_shards(path, body["shards"])
     return body
@@ -264,6 +268,8 @@ def _check_shards(path: Path, shards: Sequence[Any]) -> None:
             raise CheckpointError(f"{path} describes a shard as {entry!r:.200}")
         if not _SHARD.fullmatch(entry["file"]):
             raise CheckpointError(f"{path} names the shard {entry['file']!r}; allowed is shard-NNNNN.safetensors")
+        if not all(isinstance(name, str) for name in entry["tensors"]):
+            raise CheckpointError(f"{path} names tensors of {entry['file']} as {entry['tensors']!r:.200}")
         names.append(entry["file"])
     if len(set(names)) < len(names):
         raise CheckpointError(f"{path} names a shard twice")

@@ -80,16 +80,18 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     with open(path, "xb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(head))
         for name in order:
-            content = _content(tensors[name])
+            content = content_of(tensors[name])
             digest.update(content)
             _write_all(file.fileno(), content)
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _content(tensor: Tensor) -> memoryview:
+def content_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's elements in their order, however it lies in memory; without a copy where that can be."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.view(-1).view(torch.uint8).numpy())
+    # Of one element any stride is contiguous, but only stride 1 can be seen as bytes.
+    return memoryview(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:

@@ -8,7 +8,8 @@ key that begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$float": 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,17 @@ def flatten(state: Any) -> tuple[Tree, dict[str, Tensor]]:
     cannot be kept.
     """
     flat = _Flattener()
-    return flat.encode(state, ()), flat.tensors
+    with _no_deeper():
+        return flat.encode(state, ()), flat.tensors
+
+
+@contextmanager
+def _no_deeper() -> Iterator[None]:
+    """ValueError where Python's stack does not reach down to the bottom of a state, which may have none."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("the state holds something that is nested too deeply, or that holds itself") from None
 
 
 class _Flattener:
@@ -67,7 +78,8 @@ class _Flattener:
         memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
         same = (*memory, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else (id(tensor),)
         if same not in self._names:
-            name = ".".join(path)
+            # Not every string of Python's is one in UTF-8, as which the names are kept.
+            name = ".".join(path).encode(errors="backslashreplace").decode()
             while name in self.tensors or name in self._reserved:
                 name += "'"
             self.tensors[name] = tensor
@@ -77,13 +89,18 @@ class _Flattener:
 
 def restore(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     """The state of which `flatten` made these; ValueError says what is no such tree."""
+    with _no_deeper():
+        return _restore(tree, tensors)
+
+
+def _restore(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, list):
-        return [restore(item, tensors) for item in tree]
+        return [_restore(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     mark = next((key for key in tree if key.startswith("$")), None)
     if mark is None:
-        return {key: restore(item, tensors) for key, item in tree.items()}
+        return {key: _restore(item, tensors) for key, item in tree.items()}
     content = tree[mark]
     if len(tree) == 1:
         if mark == "$tensor" and isinstance(content, str) and content in tensors:
@@ -91,9 +108,9 @@ def restore(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
         if mark == "$float" and isinstance(content, str) and content in FLOATS:
             return FLOATS[content]
         if mark == "$tuple" and isinstance(content, list):
-            return tuple(restore(item, tensors) for item in content)
+            return tuple(_restore(item, tensors) for item in content)
         if mark == "$dict" and _is_pairs(content):
-            return {key: restore(item, tensors) for key, item in content}
+            return {key: _restore(item, tensors) for key, item in content}
     raise ValueError(f"{tree!r:.200} is nothing that a state holds")
 
 

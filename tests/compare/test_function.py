@@ -215,6 +215,7 @@ def test_a_digest_is_of_names_shapes_and_bits():
     ]
     assert len({digest(state) for state in states}) == 5
     assert digest(states[0]) == digest({"w": torch.zeros(3, 2).t()})
+    assert digest({"w": torch.ones(1)}) == digest({"w": torch.ones(4)[::2][:1]})
 
 
 def test_topology_is_read_where_there_is_one(tmp_path):

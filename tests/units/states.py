@@ -1,10 +1,15 @@
-"""Nested states compared to the last bit."""
+"""Nested states compared to the last bit, and their manifests forged."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from zenflow import checkpoint_folder
 
 
 def assert_same(actual: Any, expected: Any) -> None:
@@ -25,3 +30,12 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert actual.hex() == expected.hex()
     else:
         assert actual == expected
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest as somebody would who can compute hashes."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    change(body)
+    path.write_bytes(checkpoint_folder._manifest_text(body))

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors import safe_open
 
 from tests.durability import assert_durable, watch_disk
 from tests.shortages import files_up_to
-from tests.units.states import assert_same
+from tests.units.states import assert_same, rewrite
 from zenflow import checkpoint_folder
 from zenflow.checkpoint_folder import CheckpointError, load, read_manifest, save
 from zenflow.disk import DiskFullError
@@ -49,15 +48,6 @@ def make_state() -> dict[str, Any]:
 def saved(tmp_path: Path) -> Path:
     save(tmp_path / "saved", make_state(), configuration={"topk_ratio": 0.1}, shard_bytes=SHARD_BYTES)
     return tmp_path / "saved"
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest as somebody would who can compute hashes."""
-    path = folder / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("sha256")
-    change(body)
-    path.write_bytes(checkpoint_folder._manifest_text(body))
 
 
 def test_a_state_comes_back(saved: Path) -> None:

@@ -21,6 +21,7 @@ from zenflow.background_save import copy_to_host
 from zenflow.checkpoint_folder import load, save
 from zenflow.compare.config import CompareConfig
 from zenflow.compare.judge import Check
+from zenflow.safetensors_file import content_of
 from zenflow.training import run as training
 from zenflow.training.engines import Engine, build_engine
 from zenflow.training.errors import InputError
@@ -189,8 +190,7 @@ def _going_on(side: str, uninterrupted: float, resumed: float) -> Check:
 
 def _bits(value: Any) -> Any:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return value.dtype, tuple(value.shape), bytes(content_of(value))
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     return value

@@ -22,6 +22,7 @@ from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.numbers import p95
 from zenflow.diagnose.run import Watched
 from zenflow.optimizer import ZenFlow
+from zenflow.safetensors_file import content_of
 from zenflow.telemetry import StepRecord
 from zenflow.training import run as training
 from zenflow.training.data import Batch, Samples
@@ -62,7 +63,7 @@ def digest(state: dict[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in state.items():
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        total.update(content_of(tensor))
     return total.hexdigest()
 
 
