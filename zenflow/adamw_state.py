@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zenflow.channel_state import full_state, full_step
-from zenflow.checkpoint_checks import FORMAT, State
+from zenflow.checkpoint_checks import FORMAT, State, described, has_values
 from zenflow.matrices import Newcomer, count_channels, count_selected, is_deferred
 from zenflow.param_record import ParamRecord
 from zenflow.pipeline import Pipeline
@@ -86,9 +86,10 @@ def _entry_from_adamw(pipeline: Pipeline, newcomer: Newcomer, entry: dict[str, A
     t = _whole(newcomer, entry["step"])
     tensors = {"master": master} | {name: entry[name] for name in MOMENTS}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.shape != param.shape or not tensor.is_floating_point():
-            what = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise ValueError(f"{name} of {newcomer.name} is {what}; allowed are numbers of shape {tuple(param.shape)}")
+        if not isinstance(tensor, Tensor) or tensor.shape != param.shape or not has_values(tensor):
+            raise ValueError(
+                f"{name} of {newcomer.name} is {described(tensor)}; allowed are numbers of shape {tuple(param.shape)}"
+            )
     converted = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
     if not is_deferred(config, param):
         return converted | {"step": torch.full((1,), t, dtype=torch.int64, device="cpu"), "whole": True}

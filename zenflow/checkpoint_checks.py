@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -33,6 +34,7 @@ ENGINE_KEYS = {
 # Which channels there are, how many are selected, and when a result is visible.
 SHAPING = ("topk_ratio", "channel_dim", "min_deferred_numel", "stagger", "visible_after")
 WINDOW = ("update_interval", "accumulate_on", "ring_dtype")  # of a window that runs
+MOST_STEPS = 2**32  # what the device's counters hold
 WEIGHTS = ("weight", "pending_weight")  # that are visible and on their way
 
 
@@ -140,8 +142,10 @@ def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:
     if {name: type(value) for name, value in clock.items()} != {name: type(value) for name, value in mine.items()}:
         raise ValueError(f"clock is {clock} in the state; allowed is the form of {mine}")
     expected = pipeline.control.window_log.shape
-    if log.dtype != torch.int32 or log.dim() != 1 or (engine["hyper_log"] and log.shape != expected):
+    if not has_values(log, torch.int32) or log.dim() != 1 or (engine["hyper_log"] and log.shape != expected):
         raise ValueError(f"window_log is {log.dtype} {tuple(log.shape)}; allowed is torch.int32 {tuple(expected)}")
+    if not 0 <= engine["skipped"] < MOST_STEPS:
+        raise ValueError(f"skipped is {engine['skipped']} in the state; allowed is 0 to 2**32 - 1")
     counters = engine["counters"]
     if set(counters) != set(pipeline.counters) or not all(isinstance(count, int) for count in counters.values()):
         raise ValueError(
@@ -173,7 +177,7 @@ def _check_clock(pipeline: Pipeline, engine: dict[str, Any], state: State) -> Wi
         not 0 <= saved["position"] < 2 * mine.update_interval
         or steps[0] != steps[1]
         or not shortest <= steps[0] <= clock.longest
-        or min(saved["step"], saved["window"]) < 1
+        or not all(1 <= saved[name] < MOST_STEPS for name in ("step", "window"))
     ):
         raise ValueError(f"the state stands at {saved} and has logs of {steps} steps; these do not belong together")
     return clock
@@ -232,6 +236,8 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
     for name in (*STATES, *(("scores",) if deferred and "scores" in entry else ())):
         if entry[name].isnan().any():
             raise ValueError(f"{name} of {newcomer.name} holds NaN in the state; allowed are numbers")
+    if (entry["exp_avg_sq"] < 0).any():
+        raise ValueError(f"exp_avg_sq of {newcomer.name} holds negative numbers in the state; squares have none")
     hyper = entry.get("pending_hyper", [])
     if not isinstance(hyper, list) or not all(_is_scalars(row) for row in hyper):
         raise ValueError(f"pending_hyper of {newcomer.name} is {hyper!r}; allowed is a list of five numbers a step")
@@ -244,9 +250,23 @@ def _check_entry(config: ZenFlowConfig, newcomer: Newcomer, entry: dict[str, Any
 
 
 def _check_tensor(newcomer: Newcomer, name: str, found: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != (dtype or found.dtype):
-        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
-        raise ValueError(f"{name} of {newcomer.name} is {what} in the state; allowed is {dtype or 'a tensor'} {shape}")
+    """dtype None: any floating-point one."""
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape or not has_values(found, dtype):
+        allowed = dtype or "floating-point numbers"
+        raise ValueError(f"{name} of {newcomer.name} is {described(found)} in the state; allowed is {allowed} {shape}")
+
+
+def described(found: Any) -> str:
+    """What was found where a tensor has to be."""
+    if isinstance(found, Tensor):
+        return f"{found.dtype} {tuple(found.shape)} ({found.layout}, {found.device})"
+    return repr(found)
+
+
+def has_values(found: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether this is plain memory with numbers of the dtype; None: of any floating-point one."""
+    plain = found.layout == torch.strided and not found.is_meta
+    return plain and (found.is_floating_point() if dtype is None else found.dtype == dtype)
 
 
 def _check_window(
@@ -281,7 +301,8 @@ def _check_gradients(newcomer: Newcomer, gradients: Any, present: Sequence[bool]
 def _is_scalars(row: Any) -> bool:
     """Whether these are a group's lr, betas, eps and weight decay at some step."""
     numbers = isinstance(row, list | tuple) and len(row) == 5 and all(type(value) in (int, float) for value in row)
-    return numbers and all(0 <= value < float("inf") for value in row)
+    # A whole number may be larger than any float.
+    return numbers and all(0 <= value <= sys.float_info.max for value in row) and max(row[1:3]) < 1
 
 
 def _equal(found: Any, expected: Any) -> bool:

@@ -62,7 +62,7 @@ def group_hyper(group: dict) -> tuple[float, float, float, float, float]:
         beta1, beta2 = group["betas"]
         given = (lr, beta1, beta2, group["eps"], group["weight_decay"])
         values = tuple(float(value) for value in given)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         found = {name: group.get(name) for name in ("lr", "betas", "eps", "weight_decay")}
         raise ValueError(f"a param group has {found}; allowed are numbers, and a pair of them for betas") from error
     for name, value, above in zip(_HYPER, values, _ABOVE, strict=True):
