@@ -4,6 +4,7 @@
 # `make offline` on a machine with a network. Further arguments go to both runs.
 #   scripts/gpu_check.sh [FOLDER [SETTING ...]]
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
 cd "$(dirname "$0")/.."
 folder=${1:-offline}
 shift || true

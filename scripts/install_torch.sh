@@ -4,7 +4,8 @@
 # order: the sources that pip is set up with, PyTorch's own index of CPU builds, and last the ordinary package, which
 # works without a GPU too. Most of its modules are never imported: Python compiles the others when they are.
 set -euo pipefail
-python=$1
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
+python=${1:?an interpreter, as in install_torch.sh PYTHON}
 version=${TORCH:-2.13.0}
 
 install() { "$python" -m pip install --quiet --no-compile "$@"; }

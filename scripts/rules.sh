@@ -6,6 +6,7 @@
 # rules_sweep, or rules_long for 2,000 steps beside offloads that follow AdamW. A model that is there is not made anew.
 # PYTHON names the interpreter (default: python3); the source tree is used, nothing has to be installed.
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
 cd "$(dirname "$0")/.."
 folder=${1:-runs/rules}
 shift $(($# > 0 ? 1 : 0))

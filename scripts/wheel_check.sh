@@ -2,9 +2,10 @@
 # wheel_check.sh PYTHON: what a user of the wheel gets. Builds it, installs it in a clean environment, and runs the
 # console script from a directory that has nothing to do with this one.
 set -euo pipefail
+[[ ${1:-} == -h || ${1:-} == --help ]] && { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit; }
 cd "$(dirname "$0")/.."
 root=$PWD
-python=$(realpath --no-symlinks "$1")
+python=$(realpath --no-symlinks "${1:?an interpreter, as in wheel_check.sh PYTHON}")
 work=$(mktemp -d)
 trap 'rm -rf "$work" "$root/build"' EXIT
 

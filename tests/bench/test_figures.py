@@ -106,6 +106,13 @@ def test_a_row_with_its_own_floor_is_compared_with_that():
     assert compared[2]["stall_removed"] == pytest.approx(1 - 24 / 320)
 
 
+def test_a_row_below_its_own_floor_says_so_and_removes_no_stall():
+    rows = contest()
+    rows[2] = row_of(JOB, result(90.0, totals=TOTALS, floor_ms=[100.0]))
+    below = compare(rows)[2]
+    assert below["ratio"] == 0.9 and "below its own floor" in below["note"] and "stall_removed" not in below
+
+
 def test_stall_removed_is_measured_against_sync():
     rows = compare(contest())
     assert rows[2]["stall_removed"] == pytest.approx(1 - 20 / 300)

@@ -193,7 +193,7 @@ def test_a_child_that_takes_too_long_is_killed(tmp_path):
 
 def test_a_child_that_dies_without_a_word_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("zenflow.bench.children.module_command", lambda: ["/bin/sh", "-c", "echo gone >&2; exit 3"])
-    result = run_job(JOB, tmp_path / "job.log", timeout=60)
+    result = run_job(JOB, tmp_path / "job.log", timeout=300)
     assert result == {"error": "the process ended with exit code 3 without a result: gone"}
 
 

@@ -169,7 +169,7 @@ def test_c6_a_fresh_process_goes_on_with_equal_bits(device: str, build: Builder,
     assert str(run.engine.stats().worker_pid) not in text.split('"')
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     command = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "saved"), str(tmp_path / "later"), device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for number in range(4, 9):
         run.play(number)

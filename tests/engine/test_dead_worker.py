@@ -139,7 +139,7 @@ def test_e2_the_trainer_can_read_after_the_worker_is_gone(ending: str, said: str
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     state, error, left, _ = done.stdout.split("\n")

@@ -215,7 +215,7 @@ def test_e3_construction_changes_no_global_state(device: str) -> None:
     """E3: it works where the device was used before; neither the start method nor anything else of the process's own
     is another one afterwards. In a process where nobody has built an optimizer before."""
     done = subprocess.run(
-        [sys.executable, "-c", E3, device], env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", E3, device], env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     before, *others = json.loads(done.stdout)
@@ -244,7 +244,7 @@ def test_e16_a_script_without_a_main_guard_trains_once(ending: str, tmp_path: Pa
     script = tmp_path / "train.py"
     script.write_text(GUARDLESS + ("1 / 0" if ending == "raises" else ""))
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == (1 if ending == "raises" else 0), done.stderr
     assert (tmp_path / "bodies").read_text() == "training starts\n"

@@ -196,7 +196,7 @@ def test_an_interrupt_ends_the_run_and_its_worker(tmp_path, kept):
             break
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()  # the worker, and wandb's process
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=300)
     assert run.returncode == 130
     assert "Traceback" not in errors
     assert children and not [child for child in children if Path(f"/proc/{child}").exists()]

@@ -97,7 +97,7 @@ def test_i7_saved_at_any_step_of_a_window_a_run_goes_on(command, words, dropout,
 def interrupt(when: str, step: int, number: int, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """The command with dropout in a process of its own, and a signal in its middle."""
     command = [sys.executable, "-m", interrupted.__name__, when, str(step), str(int(number)), *words]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def test_i7_in_processes_of_their_own(command, words, dropout, tmp_path):
@@ -290,7 +290,7 @@ def test_an_earlier_checkpoint_that_is_given_takes_the_run_back(command, saved):
 def test_the_same_command_starts_and_goes_on_and_ends(command, words, tmp_path):
     settings = (*words, *ZENFLOW, "resume=auto", "checkpoint_every=4", "save_model=true")
     first = command(*settings)
-    assert first.code == 0
+    assert first.code == 0 and "finds nothing to go on from" not in first.out
     before = contents(first.folder)
     assert command(*settings).code == 0
     assert contents(first.folder) == before
@@ -305,6 +305,12 @@ def test_the_same_command_starts_and_goes_on_and_ends(command, words, tmp_path):
     begins_again = command(*settings, folder=halfway.folder)
     assert begins_again.code == 0 and "it begins again" in begins_again.out
     assert_same_run(begins_again, first)
+
+
+def test_auto_without_a_folder_says_that_it_begins(tmp_path):
+    words = ["-m", "experiments.train", "debug=smoke", "steps=0", "resume=auto"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert "resume=auto without hydra.run.dir=RUN finds nothing to go on from: a new run, " in done.stdout
 
 
 def test_another_torch_is_a_warning(command, saved, monkeypatch):

@@ -197,7 +197,7 @@ def test_a_second_signal_ends_at_once(words, tmp_path):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGINT and "alive" not in done.stderr
     (worker,) = re.findall(r"^(\d+)$", done.stdout, flags=re.M)

@@ -44,7 +44,7 @@ def importers(name: str, paths: list[Path]) -> list[str]:
 def in_fresh_interpreter(code: str) -> str:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -15,7 +15,7 @@ from tests.kernels.conftest import CANARIES, bf16_sum_and_order
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
 
 NO_TRITON = """

@@ -205,7 +205,7 @@ importlib.util.find_spec = lambda name: None
 import zenflow.report.__main__
 """
     arguments = [sys.executable, "-c", code, sweep, "--out", tmp_path / "out"]
-    done = subprocess.run(arguments, env=ENVIRONMENT, cwd="/", capture_output=True, text=True, timeout=120)
+    done = subprocess.run(arguments, env=ENVIRONMENT, cwd="/", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "report.md").exists()
 

@@ -157,7 +157,7 @@ def test_the_command(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     done = subprocess.run(
         [sys.executable, "-m", "zenflow.trace", "t.json"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "stalls 3, 3.00 ms" in done.stdout

@@ -160,7 +160,7 @@ assert os.sched_getaffinity(0) == masks["old"] == allowed
 
 
 def test_binding_reaches_every_thread_and_is_undone():
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, cwd=REPOSITORY, timeout=60)
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, cwd=REPOSITORY, timeout=300)
 
 
 BUS = "0000:dc:00.0"

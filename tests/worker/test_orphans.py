@@ -108,7 +108,7 @@ def test_a_worker_that_a_thread_has_started_goes_with_the_trainer(tmp_path, endi
 def test_a_script_that_never_closes(tmp_path, ending, code):
     """E16: without a main guard it runs once, ends as it would alone, and leaves no process."""
     with started(tmp_path, "attached", ending) as (process, worker):
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=300)
         assert (process.returncode, out) == (code, "")
         assert err.count("ValueError: user error") == (ending == "raise") and "leaked" not in err
         assert ends_within(worker, 0)

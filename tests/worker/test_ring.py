@@ -133,7 +133,7 @@ def test_a_refused_mapping_is_told_with_the_bytes():
         "try: Arena.create('test', 1 << 40)\n"
         "except MemoryError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert re.search(REFUSED.format("Cannot allocate memory"), done.stdout), done.stderr
 
 

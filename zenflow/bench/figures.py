@@ -87,7 +87,9 @@ def compare(rows: Sequence[Row]) -> list[Row]:
                 least = min((other[field] for other in floors if other[field] is not None), default=None)
                 if least is not None:
                     more[name] = (row[field] - least) / row["parameters"]
-            if sync is not None and row["trainer"] not in ON_DEVICE:
+            if more["ratio"] < 1 and row["trainer"] != "floor":
+                more["note"] = ", ".join(filter(None, [row["note"], "below its own floor: the machine was not quiet"]))
+            elif sync is not None and row["trainer"] not in ON_DEVICE:
                 more["stall_removed"] = _removed(row["mean_ms"] - floor, whole)
                 more["stall_removed_clock"] = _removed(row["stall_ms"], sync["stall_ms"])
         compared.append(row | more)

@@ -31,6 +31,7 @@ class Session:
 
     def prove(self, memory: str) -> None:
         """Run the tests; `memory`: the file beside the folder that remembers green ones."""
+        self.say(f"tests: {' '.join(self.args.tests)} first, some minutes on a machine without a GPU")
         self.proof = prove(self.args.tests, self.folder.parent / memory)
         self.say(f"tests: {self.proof.reason}")
 

@@ -103,6 +103,8 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
         config = OmegaConf.to_object(_with_variant(cfg, folder, part_of_sweep=sweep))
         if job is not None:
             job.name_run(config.tracking)
+        elif config.resume == "auto" and not any("run.dir=" in word for word in running.overrides.hydra):
+            log.warning("resume=auto without hydra.run.dir=RUN finds nothing to go on from: a new run, %s", folder)
         return train(config, folder, part_of_sweep=sweep)
     except Exception as error:
         known = isinstance(error, (InputError, MemoryError, DiskFullError))
