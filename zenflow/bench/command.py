@@ -69,8 +69,8 @@ def _parser() -> ArgumentParser:
     memory = commands.add_parser(
         "memory",
         help="the CPU optimizer's pass beside the memory's limit",
-        description="The CPU optimizer's pass and a triad (a = b + s c) over arrays that no cache holds, by threads: GB/s "
-        "of the bytes that each must move, and the share of the triad's that the pass reaches.",
+        description="The CPU optimizer's pass and a triad (a = b + s c) over arrays that no cache holds, by threads: "
+        "GB/s of the bytes that each must move, and the share of the triad's that the pass reaches.",
     )
     memory.add_argument("--threads", type=_integer(1), nargs="+", default=[4, 8, 12], metavar="N")
     _add_place(memory)
