@@ -167,5 +167,24 @@ def test_held_out_scores_are_told_beside_the_loss():
         assert re.search(rf"held-out {name} +{course}", text)
 
 
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param({}, INCONCLUSIVE, id="starved"),
+        pytest.param({"trainer_cpu": 0.49 * 300}, INCONCLUSIVE, id="just below half a core"),
+        pytest.param({"trainer_cpu": 0.51 * 300}, COMPUTE, id="half a core"),
+        pytest.param({"device": "card"}, COMPUTE, id="a GPU computes, whatever the CPU does"),
+        pytest.param({"trainer_cpu": 0.2 * 300, "trainer_cpus": 0.3}, COMPUTE, id="all of a small quota"),
+        pytest.param({"data": 2.9}, DATA, id="a trainer that waits needs no core"),
+    ],
+)
+def test_a_trainer_on_the_cpu_that_did_not_get_it_has_no_verdict(settings, kind):
+    starved = {"device": "cpu", "memory": None, "seconds": 3.0, "trainer_cpu": 0.08 * 300, "trainer_cpus": 2}
+    found = verdict(**(starved | settings))
+    assert found.kind == kind
+    if not settings:
+        assert found.reason == "The trainer had 0.08 of 2 CPUs: other programs use this machine."
+
+
 def test_thresholds_can_be_chosen():
     assert Result.of(measured(stall=0.05, busy=0.04), Thresholds(stall_share=0.6)).verdict.kind == COMPUTE

@@ -32,6 +32,7 @@ class Result:
             figures,
             parameters=measured.parameters,
             offloads=measured.offloads,
+            cpus=measured.trainer_cpus if measured.device == "cpu" else None,
             limits=limits,
             validation=(measured.validation_before, measured.validation_after),
         )

@@ -22,6 +22,7 @@ class Thresholds:
     min_steps: int = 20  # fewer give no verdict
     advised_steps: int = 100  # fewer give a remark
     noise: float = 1.5  # p95 over median of the steps without their waiting for data; more gives no verdict
+    min_cpus: float = 0.5  # that a trainer which computes on the CPU must have had of each second it did not wait
     data_share: float = 0.10  # waiting for batches, from which on the data is to blame
     stall_share: float = 0.10  # waiting for CPU or PCIe, from which on the offload is
     memory_share: float = 0.90  # of the card, that AdamW with all its state on the device may take
@@ -46,23 +47,24 @@ def judge(
     *,
     parameters: int,
     offloads: bool,
+    cpus: float | None = None,
     limits: Thresholds | None = None,
     validation: tuple[float | None, float | None] = (None, None),
 ) -> Verdict:
     """The first that holds: unhealthy, inconclusive, data-bound, memory-rich, offload-bound, compute-bound.
 
     Of data and offload the one that is waited for longer. offloads: whether the run kept optimizer state on the host.
-    validation: the held-out loss before and after.
+    cpus: those that the trainer may use, if they are the device. validation: the held-out loss before and after.
     """
     limits = limits or Thresholds()
-    kind, reason, following, advice = _decide(figures, parameters, offloads, limits)
+    kind, reason, following, advice = _decide(figures, parameters, offloads, cpus, limits)
     return Verdict(kind, reason, following, tuple(_remarks(figures, kind, limits, validation)), advice)
 
 
 Decision = tuple[str, str, str, Advice | None]
 
 
-def _decide(figures: Figures, parameters: int, offloads: bool, limits: Thresholds) -> Decision:
+def _decide(figures: Figures, parameters: int, offloads: bool, cpus: float | None, limits: Thresholds) -> Decision:
     if figures.health.faults:
         return (
             UNHEALTHY,
@@ -70,7 +72,7 @@ def _decide(figures: Figures, parameters: int, offloads: bool, limits: Threshold
             "Mend the training first (learning rate, precision, data): a faster step of it is worth nothing.",
             None,
         )
-    if doubt := _doubt(figures, limits):
+    if doubt := _doubt(figures, cpus, limits):
         return INCONCLUSIVE, *doubt, None
     stall_share = figures.stall_share or 0.0
     if figures.data_share >= max(limits.data_share, stall_share):
@@ -137,10 +139,15 @@ def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Dec
     )
 
 
-def _doubt(figures: Figures, limits: Thresholds) -> tuple[str, str] | None:
+def _doubt(figures: Figures, cpus: float | None, limits: Thresholds) -> tuple[str, str] | None:
     if figures.steps < limits.min_steps:
         reason = f"{figures.steps} measured steps are too few; at least {limits.min_steps} are needed."
         return reason, f"Measure {limits.advised_steps} steps or more (diagnose.steps)."
+    if cpus is not None and figures.trainer_cpus < limits.min_cpus * min(1.0, cpus) * figures.busy_share:
+        return (
+            f"The trainer had {figures.trainer_cpus:.2f} of {cpus:g} CPUs: other programs use this machine.",
+            "Stop what else runs on this machine, and repeat.",
+        )
     noise = figures.steady_p95 / figures.steady_median
     if noise > limits.noise:
         return (
