@@ -43,6 +43,13 @@ def test_smoke_runs_the_whole_path(command):
     assert (outcome.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("threads", "told"), [(1, "cpu, 1 thread"), (2, "cpu, 2 threads")])
+def test_the_summary_counts_threads_in_words(command, threads, told):
+    outcome = command("debug=smoke", "plot=false", "steps=1", "engine=adamw", "device=cpu", f"threads={threads}")
+    assert outcome.code == 0, outcome.err
+    assert outcome.summary()["device"] == told and f" {told}\n" in (outcome.folder / "summary.txt").read_text()
+
+
 @pytest.mark.parametrize("engine", ["adamw", "zero_offload"])
 def test_the_comparison_engines_run(command, engine):
     outcome = command(*BRIEF, f"engine={engine}")

@@ -83,7 +83,7 @@ def lines(
 def summary(**changes: Any) -> dict[str, Any]:
     """What the report takes from summary.json."""
     values = {
-        "device": "cpu, 1 threads",
+        "device": "cpu, 1 thread",
         "torch": "2.10.0",
         "stall_share": 0.2,
         "stall_seconds_per_step": 0.2,

@@ -112,6 +112,15 @@ def test_cautions_are_in_the_report(report, tmp_path, no_pictures):
         assert words in text, words
 
 
+def test_without_a_baseline_the_reason_is_the_one_that_holds(report, tmp_path, no_pictures):
+    make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0})
+    told = "There is no baseline, and so no differences: "
+    assert f"{told}AdamW was not run.\n" in report(tmp_path / "runs").text
+    make(tmp_path / "runs" / "1", {0: 2.0, 4: 1.0}, engine={}, data__kind="austen")
+    text = report(tmp_path / "runs", "--baseline", "engine=adamw").text
+    assert f"{told}--baseline names no setting here.\n" in text and "AdamW was not run" not in text
+
+
 def test_two_models_get_a_section_each(report, tmp_path):
     make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0})
     make(tmp_path / "runs" / "1", {0: 2.0, 4: 1.0}, data__kind="austen")

@@ -24,7 +24,7 @@ ZERO = {name.replace(".", "__"): value for name, value in ZERO_OFFLOAD.items()}
 
 
 def settings(*changes: dict) -> list:
-    return [setting_of(config(**change), "cpu, 1 threads") for change in changes]
+    return [setting_of(config(**change), "cpu, 1 thread") for change in changes]
 
 
 def names(*changes: dict) -> list[str]:
@@ -42,12 +42,18 @@ def names(*changes: dict) -> list[str]:
         {"data__path": "/opt/python"},
         {"trace_steps": [1, 2]},
         {"device": "cuda"},
+        {"threads": 2},
+        {"save_model": True},
+        {"checkpoint_every": 5},
+        {"keep_checkpoints": 1},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_what_bears_on_no_result_makes_no_setting(change):
     first, second = settings({}, change)
-    assert key(first) == key(second)
+    assert key(first) == key(second) and names({}, change) == ["zenflow", "zenflow"]
+    on_a_gpu = [setting_of(config(**each), "NVIDIA H200") for each in ({}, change)]
+    assert key(on_a_gpu[0]) == key(on_a_gpu[1])
 
 
 @pytest.mark.parametrize(
@@ -67,9 +73,22 @@ def test_a_file_s_path_and_the_machine_are_part_of_a_setting():
         assert key(first) != key(second)
     gpu, cpu = (setting_of(config(), machine) for machine in ("NVIDIA H200", "cpu, 2 threads"))
     assert named([gpu, cpu], differing([gpu, cpu])) == [
-        "threads 1, NVIDIA H200",
-        "threads not recorded, cpu, 2 threads",
+        "NVIDIA H200",
+        "cpu",
     ]
+
+
+def test_runs_that_differ_in_threads_alone_are_one_setting_with_a_note(tmp_path):
+    machines = ["cpu, 1 threads", "cpu, 1 thread", "cpu, 2 threads"]  # the first as older runs have it
+    folders = [
+        make(tmp_path / str(seed), {0: 2.0, 4: 1.0}, seed=seed, threads=seed, totals={"device": machine})
+        for seed, machine in enumerate(machines)
+    ]
+    (study,) = studies([read(folder) for folder in folders], [], {})
+    assert [setting.seeds for setting in study.settings] == [[0, 1, 2]]
+    assert study.notes == ["The runs on the CPU had several numbers of threads, which move their speed: 1, 2."]
+    (alike,) = studies([read(folder) for folder in folders[:2]], [], {})
+    assert alike.notes == []
 
 
 def test_names_hold_the_differing_keys_alone_in_one_order():

@@ -1,12 +1,14 @@
 """What a run was set to, from its resolved configuration: which runs are one setting, and how settings are called.
 
-A setting is everything that bears on the result or its speed, except the seed: not the run's name, its plot or its
-tracking. The machine (summary.json) is part of it. A task is the model and the data: within it losses may be compared.
+A setting is everything that bears on the result or its speed, except the seed and torch's threads: not the run's name,
+what it saves, its plot or its tracking. The machine (summary.json) is part of it. A task is the model and the data:
+within it losses may be compared.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -28,7 +30,7 @@ SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
     *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "device"),
-    *("checkpoint_every", "keep_checkpoints"),
+    *("threads", "save_model", "checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
 LONG = 30  # characters, from which on a name is too long for a picture
@@ -75,11 +77,16 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
             dropped.add(DELAY)  # nobody has chosen it: it follows from the others
     if values.get("data.kind") not in ("file", "alpaca", "headers"):
         dropped.add("data.path")  # where this machine keeps what `kind` names; any folder of headers is another corpus
-    if machine is not None and machine.startswith("cpu"):
-        dropped.add("threads")  # the machine has their number
     kept = {name: value for name, value in values.items() if name not in dropped}
     engine = {name: value for name, value in kept.items() if name.startswith("engine.")}
-    return {"engine": kind} | engine | kept | ({} if machine is None else {"machine": machine})
+    place = {} if machine is None else {"machine": "cpu" if cpu_threads(machine) else machine}
+    return {"engine": kind} | engine | kept | place
+
+
+def cpu_threads(machine: str | None) -> int | None:
+    """Of "cpu, 2 threads", as summary.json has it: 2. None for a GPU."""
+    found = re.fullmatch(r"cpu, (\d+) threads?", machine or "")
+    return int(found[1]) if found else None
 
 
 def task_of(config: dict[str, Any]) -> Values:

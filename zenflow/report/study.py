@@ -57,7 +57,8 @@ class Setting:
 class Study:
     """Settings of one task, sorted; `keys` are those in which they differ. `notes` are sentences of caution.
 
-    `usual` are the values of most settings, which their labels leave out; empty where nothing is left out.
+    `usual` are the values of most settings, which their labels leave out; empty where nothing is left out. `asked`:
+    whether the user named the baseline.
     """
 
     title: str
@@ -68,6 +69,7 @@ class Study:
     baseline: Setting | None = None
     notes: list[str] = field(default_factory=list)
     usual: str = ""
+    asked: bool = False
 
     @property
     def base_name(self) -> str:
@@ -85,6 +87,7 @@ def studies(runs: Sequence[Run], left_out: Sequence[LeftOut], baseline: Values) 
         tasks.setdefault(settings.key(settings.task_of(run.config)), []).append(run)
     found = [_study(title, members, left_out) for title, members in zip(_titles(tasks), tasks.values(), strict=True)]
     for study in found:
+        study.asked = bool(baseline)
         _compare(study, _asked_for(study, baseline) if baseline else _best_adamw(study))
     if baseline and found and not any(study.baseline for study in found):
         raise InputError(_no_baseline(found, baseline))
@@ -222,6 +225,10 @@ def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
     versions = sorted({_word(run.summary.get("torch")) for run in runs})
     if len(versions) > 1:
         notes.append(f"The runs were made with several versions of torch: {', '.join(versions)}.")
+    threads = {settings.cpu_threads(run.summary.get("device")) for run in runs} - {None}
+    if len(threads) > 1:
+        words = ", ".join(map(str, sorted(threads)))
+        notes.append(f"The runs on the CPU had several numbers of threads, which move their speed: {words}.")
     if repeated := sum(run.repeated for run in runs):
         notes.append(f"{repeated} lines of steps were written anew after a resumption; the later ones count.")
     return notes

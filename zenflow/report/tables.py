@@ -119,7 +119,8 @@ def study_text(study: Study, pictures: Sequence[tuple[str, Path]]) -> str:
 
 def _compared(study: Study) -> str:
     if study.baseline is None:
-        return "There is no baseline, and so no differences: AdamW was not run, and --baseline names no setting here."
+        why = "--baseline names no setting here" if study.asked else "AdamW was not run"
+        return f"There is no baseline, and so no differences: {why}."
     words = f"The baseline is “{study.baseline.name}”"
     base = study.baseline.spreads["loss_at_equal_seconds" if study.step is None else "loss_at_equal_steps"]
     if base.std is None:

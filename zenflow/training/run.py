@@ -308,12 +308,16 @@ def _subject(prepared: Prepared) -> Subject:
         data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
         engine=adamw if k is None else f"{engine_of(record)}, k {k:g}, U {window}",
-        device=torch.cuda.get_device_name(prepared.device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        device=torch.cuda.get_device_name(prepared.device) if on_gpu else _cpu(torch.get_num_threads()),
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         topk_ratio=k,
         update_interval=window,
     )
+
+
+def _cpu(threads: int) -> str:
+    return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history: History) -> None:
