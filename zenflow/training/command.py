@@ -228,12 +228,17 @@ def _group_without_option() -> str:
 
 
 def _explain_key(error: Any) -> str:
+    from omegaconf import ListConfig
+    from omegaconf.errors import ValidationError
+
     name, owner = str(error.full_key), error.object_type
     parent, _, key = name.rpartition(".")
     if dataclasses.is_dataclass(owner) and key not in (names := [item.name for item in dataclasses.fields(owner)]):
         close = difflib.get_close_matches(key, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(sorted(names))}."
         return f"{name} is no setting{' of ' + parent if parent else ''}: {hint}"
+    if isinstance(error, ValidationError) and isinstance(default := error.child_node, ListConfig):
+        return f"{name} is {error.value!r}; allowed: a list, as {str(default).replace(' ', '')}."
     return f"{name}: {_one_line(error)}"
 
 
