@@ -162,10 +162,10 @@ def test_other_weights_end_it_after_the_first_pair(command, monkeypatch):
         (["evaluate_every=null"], "evaluate_every is None; allowed: an integer from 1 to steps / 2 = 4"),
     ],
 )
-def test_what_is_refused_before_anything_runs(command, words, told):
+def test_what_is_refused_before_anything_runs_leaves_nothing(command, tmp_path, words, told):
     outcome = command(*SHORT, *words)
     assert outcome.code == 1 and told in outcome.err and "zenflow-compare: " in outcome.err
-    assert "Traceback" not in outcome.err and not list(outcome.folder.rglob("*.json"))
+    assert "Traceback" not in outcome.err and list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_a_comparison_is_refused(command):

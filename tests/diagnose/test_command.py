@@ -69,16 +69,17 @@ def test_two_diagnoses_see_the_same_data(command, tmp_path):
         (["engine=zenflow"], "engine.topk_ratio is 0.1; a diagnosis is of a run without ZenFlow"),
         (["engine.update_interval=4"], "engine.update_interval is 4"),
         (["engine.overlap_step=true"], "engine.overlap_step is True"),
+        (["diagnose.steps=0"], "diagnose.steps is 0; allowed: an integer from 2 to 500"),
         (["diagnose.steps=501"], "diagnose.steps is 501; allowed: an integer from 2 to 500"),
         (["diagnose.warm_up=0"], "diagnose.warm_up is 0; allowed: an integer from 1 to 500"),
         (["diagnose.stepz=3"], "did you mean steps"),
         (["batch_size=0"], "batch_size is 0; allowed"),
     ],
 )
-def test_what_is_refused_and_leaves_nothing(command, words, told):
+def test_what_is_refused_and_leaves_nothing(command, tmp_path, words, told):
     outcome = command(*SHORT, *words)
     assert outcome.code == 1 and told in outcome.err and "zenflow-diagnose: " in outcome.err
-    assert "Traceback" not in outcome.err and not list(outcome.folder.rglob("*.json"))
+    assert "Traceback" not in outcome.err and list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_a_diagnosis_is_refused(command):

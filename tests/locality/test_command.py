@@ -53,6 +53,8 @@ def test_zenflow_s_own_gradients_can_be_studied(command):
         ("locality.shares=[0.1,0.05]", ["locality.shares", "[0.1, 0.05]", "each above the last"]),
         ("locality.shares=[0]", ["locality.shares", "above 0"]),
         ("locality.shares=[]", ["locality.shares", "[]"]),
+        ("locality.lags=4", ["locality.lags is 4", "a list, as [1,4,16]"]),
+        ("locality.lags=[0]", ["locality.lags", "[0]", ">= 1"]),
         ("locality.lags=[0,1]", ["locality.lags", "[0, 1]", ">= 1"]),
         ("locality.lags=[6]", ["locality.lags", "6", "below steps"]),
         ("locality.topk_ratio=1.5", ["locality.topk_ratio", "1.5", "up to 1"]),
@@ -62,11 +64,12 @@ def test_zenflow_s_own_gradients_can_be_studied(command):
         ("optimizer.lr=-1", ["optimizer.lr", "-1"]),
     ],
 )
-def test_a_bad_value_is_one_sentence(command, override, words):
+def test_a_bad_value_is_one_sentence_and_leaves_nothing(command, tmp_path, override, words):
     outcome = command(*SHORT, override)
     assert outcome.code == 1
     assert outcome.err.startswith("zenflow-locality: ") and "\n" not in outcome.err
     assert [word for word in words if word not in outcome.err] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_a_study_is_refused_and_unchanged(command, tmp_path):

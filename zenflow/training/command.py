@@ -78,10 +78,9 @@ def run_command(
     except Exception as error:
         if (sentence := explain(error)) is None:
             raise
-        if not isinstance(error, JobFailed):
-            _take_back_sweep()
         sys.exit(f"{name}: {sentence}")
     finally:
+        _take_back()
         if after_sweep is not None and _sweep is not None and _sweep.is_dir():
             after_sweep(_sweep)
 
@@ -100,7 +99,7 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
     folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
     try:
         job = _note_job(folder) if sweep else None
-        config = OmegaConf.to_object(_with_variant(cfg, folder, part_of_sweep=sweep))
+        config = OmegaConf.to_object(_with_variant(cfg, part_of_sweep=sweep))
         if job is not None:
             job.name_run(config.tracking)
         elif config.resume == "auto" and not any("run.dir=" in word for word in running.overrides.hydra):
@@ -113,11 +112,10 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
         sys.exit(f"{name}: {error}" if known else 1)
 
 
-def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> DictConfig:
+def _with_variant(cfg: DictConfig, *, part_of_sweep: bool) -> DictConfig:
     """`cfg`, or, where it has a variant, the configuration composed anew with the variant's words behind all others.
 
-    Errors: InputError if they do not fit. A job on its own then leaves no folder, one of a sweep the sentence in its
-    log.
+    Errors: InputError if they do not fit; a job of a sweep leaves the sentence in its log.
     """
     from hydra import compose
     from hydra.core.hydra_config import HydraConfig
@@ -136,9 +134,6 @@ def _with_variant(cfg: DictConfig, folder: Path, *, part_of_sweep: bool) -> Dict
         sentence = f"variant is {cfg.variant!r}: {explain(error) or error}"
         if part_of_sweep:
             log.error("%s", sentence)
-        with suppress(OSError):
-            folder.rmdir()
-            folder.parent.rmdir()
         raise InputError(sentence) from error
     varied.variant = None
     return varied
@@ -158,24 +153,32 @@ def _note_job(folder: Path) -> Job:
 
 
 _sweep: Path | None = None  # the folder of the sweep that runs
-_made: Path | None = None  # the same, if the sweep is to make it
+_made: Path | None = None  # the folder of the sweep or the run, if it is made for it
 
 
-def sweep_watch() -> Any:
-    """A Hydra callback (conf/train.yaml): Hydra makes a sweep's folder before it looks at the sweep's settings."""
+def folder_watch() -> Any:
+    """A Hydra callback (conf/train.yaml): Hydra makes a folder before anybody has looked at the settings."""
     from hydra.experimental.callback import Callback
 
     class Watch(Callback):
+        def on_run_start(self, config: DictConfig, **_: Any) -> None:
+            _note_made(Path(config.hydra.run.dir))
+
         def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-            global _sweep, _made
+            global _sweep
             _sweep = Path(config.hydra.sweep.dir)
-            _made = None if _sweep.exists() else _sweep
+            _note_made(_sweep)
 
     return Watch()
 
 
-def _take_back_sweep() -> None:
-    """Remove what Hydra has made for a sweep of which no job ran."""
+def _note_made(folder: Path) -> None:
+    global _made
+    _made = None if folder.exists() else folder
+
+
+def _take_back() -> None:
+    """Remove what Hydra has made for a run or a sweep that was refused: a folder with nothing of theirs in it."""
     if _made is not None and [path.name for path in _made.glob("*")] in ([], ["multirun.yaml"]):
         with suppress(OSError):
             (_made / "multirun.yaml").unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import logging
 import platform
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +87,6 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
     except InputError as error:
         if part_of_sweep:
             log.error("%s", error)
-        _remove_if_empty(folder)
         raise
     except Stopped as stop:
         log.warning("%s", stop)
@@ -341,10 +340,3 @@ def _show_trace(trace: Path, draws: bool) -> None:
     log.info("%s\n%s", trace.name, describe(overlap_summary(read_events(trace))))
     if draws:
         render(trace, trace.with_suffix(".png"))
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Take back the folders that were made for a run which did not start; ones that hold anything stay."""
-    with suppress(OSError):
-        folder.rmdir()
-        folder.parent.rmdir()
