@@ -19,9 +19,10 @@ if not HAS_CUDA:
     # Triton reads it when a kernel is defined, so it must be set before zenflow_kernels is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So a shell starts a job in the background; children, which tests interrupt, would inherit it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# So a shell starts a job in the background, and nohup; children, which tests interrupt, would inherit it.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 SHARED = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver")  # multiprocessing's own, which live as long as the interpreter
