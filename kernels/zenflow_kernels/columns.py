@@ -1,4 +1,4 @@
-"""What `fused_step` does with a tile of a matrix whose channels are columns. Device code only.
+"""What `fused_step` does with a tile of a matrix whose columns are stepped by rows. Device code only.
 
 A program folds a few rows and then updates their selected elements, whose gradients its cache still holds, so the tile
 may be larger than a program's share of the cache. An update takes whole blocks: what is left waits for the next rows.

@@ -1,7 +1,7 @@
 """What `fused_step` does with the selected channels: AdamW in one share of the compact state, and their weights.
 
-A share is the part of a parameter's compact state that one program updates, see `tiles`; of columns the update is in
-`columns.py`. Device code only.
+A share is the part of a parameter's compact state that one program updates, see `tiles`. Columns that are stepped by
+rows have an update of their own, in `columns.py`. Device code only.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def update_share(
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW in one share of the compact state, of rows or of a parameter selected whole."""
+    """AdamW in one share of the compact state, in the written order of `numerics.adamw_`."""
     cols, group = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.GROUP)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)

@@ -95,6 +95,8 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
+    from zenflow.training.resuming import AUTO
+
     running = HydraConfig.get()
     folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
     try:
@@ -102,7 +104,7 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
         config = OmegaConf.to_object(_with_variant(cfg, part_of_sweep=sweep))
         if job is not None:
             job.name_run(config.tracking)
-        elif config.resume == "auto" and not any("run.dir=" in word for word in running.overrides.hydra):
+        elif config.resume == AUTO and not any("run.dir=" in word for word in running.overrides.hydra):
             log.warning("resume=auto without hydra.run.dir=RUN finds nothing to go on from: a new run, %s", folder)
         return train(config, folder, part_of_sweep=sweep)
     except Exception as error:
