@@ -32,10 +32,10 @@ read -ra parts <<<"${PARTS:-${all[*]}}"
 arguments() {
     case $1 in
         step)
-            echo step --zenflow U=4 U=8 U=4,stagger=true U=8,stagger=true U=4,accumulate_on=host \
+            echo step --trace --zenflow U=4 U=8 U=4,stagger=true U=8,stagger=true U=4,accumulate_on=host \
                 U=4,accumulate_on=host,deferred_rule=replay --peer-windows 3
             ;;
-        step_1024) echo step --length 1024 --trainers zenflow sync --zenflow U=4 U=8 U=4,stagger=true ;;
+        step_1024) echo step --trace --length 1024 --trainers zenflow sync --zenflow U=4 U=8 U=4,stagger=true ;;
         selection) echo step --trainers zenflow --zenflow U=4 --selection ;;
         growth) echo step --trainers zenflow --zenflow U=4 --growth ;;
         contention) echo step --trainers floor --contention 8 12 ;;

@@ -25,6 +25,7 @@ from zenflow.bench.processes import family
 from zenflow.bench.registry import CONTESTANTS, Job
 from zenflow.bench.traffic import Traffic
 from zenflow.copy_streams import TURN_BYTES
+from zenflow.trace_view import read_events, spans_of
 
 SMALL = ["step", "--shape", "tiny", "--batch", "2", "--length", "16", "--windows", "2", "--device", "cpu"]
 JOB = Job("floor", "floor", "tiny", batch=1, length=8, warm_up=1, steps=1, window=1, device="cpu")
@@ -53,7 +54,7 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     monkeypatch.syspath_prepend(peer.parent)
     monkeypatch.setenv("PYTHONPATH", str(peer.parent), prepend=os.pathsep)
     words = [*SMALL, *tests("pass"), "--trainers", "zenflow", "deepspeed-offload", "--zenflow", "U=2,worker_threads=1"]
-    code = main([*words, "--selection", "--out", str(tmp_path / "out")])
+    code = main([*words, "--selection", "--trace", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert code == 1
     first, ours, broken, last, selecting = rows(tmp_path / "out")
@@ -76,6 +77,18 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     assert printed.out.startswith((tmp_path / "out" / "step.md").read_text())
     assert "x floor" in printed.out and "no such op" in printed.out
     assert (tmp_path / "out" / "step.png").stat().st_size > 5000
+    (trace,) = (tmp_path / "out" / "traces").glob("*.json")
+    assert trace.name == "zenflow_U=2_worker_threads=1.json" and trace.with_suffix(".png").stat().st_size > 5000
+    assert len([span for span in spans_of(read_events(trace))["GPU compute"] if "optimizer step" in span["name"]]) == 6
+    shown = (tmp_path / "out" / "step.md").read_text().partition("## Traces")[2]
+    assert "### zenflow U=2,worker_threads=1" in shown and "CPU optimizer  busy" in shown
+
+
+def test_a_trace_is_made_on_request_alone_and_not_of_others(tmp_path, tests):
+    words = [*SMALL, *tests("pass"), "--trainers", "adamw", "zenflow", "--zenflow", "U=2"]
+    for more, made in (([], []), (["--trace"], ["zenflow_U=2.json"])):
+        assert main([*words, *more, "--out", str(tmp_path / f"out{len(more)}")]) == 0
+        assert [path.name for path in tmp_path.glob(f"out{len(more)}/traces/*.json")] == made
 
 
 def test_the_floor_is_measured_around_what_leaves_its_model_as_it_was(monkeypatch):

@@ -20,7 +20,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 STEP_HELP = """\
 Time a training step of ZenFlow beside other trainers: same model, same batch, random weights, random tokens, each
 trainer in a fresh process, the floor (forward and backward alone) before and after them. Writes step.csv, step.md and
-step.png. The tests run first; unless they are green, times are printed without ratios.
+step.png, with --trace also traces. The tests run first; unless they are green, times are printed without ratios.
 
   zenflow-bench step
   zenflow-bench step --shape 3B --zenflow U=4 U=8 "U=4,accumulate_on=host" --selection
@@ -144,6 +144,7 @@ def _add_trainers(step: ArgumentParser) -> None:
 
 def _add_tables(step: ArgumentParser) -> None:
     more = step.add_argument_group("further tables")
+    more.add_argument("--trace", action="store_true", help="of ZenFlow and sync: what ran under what, and its picture")
     more.add_argument("--selection", action="store_true", help="what selecting costs each ZenFlow")
     more.add_argument(
         "--contention",

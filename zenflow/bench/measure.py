@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zenflow.bench.ours import Floor
 from zenflow.bench.processes import host_bytes, used_bytes
-from zenflow.bench.registry import CONTESTANTS, LAUNCH_LENGTH, Job
+from zenflow.bench.registry import CONTESTANTS, LAUNCH_LENGTH, TRACED_WINDOWS, Job
 from zenflow.bench.shapes import build_model, make_batches
 
 
@@ -38,6 +38,9 @@ def measure(job: Job) -> dict[str, Any]:
         timed = Timed(trainer, batches, job.steps, device)
         totals = trainer.totals()
         after = _host_memory()
+        if job.trace is not None:
+            with trainer.trace(job.trace):
+                Timed(trainer, batches, TRACED_WINDOWS * job.window, device)
     finally:
         trainer.close()
     if CONTESTANTS[job.trainer].leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -90,6 +91,10 @@ class Offloaded(Floor):
         stats = self._optimizer.stats()
         values = {item.name: getattr(stats, item.name) for item in fields(stats)}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+    def trace(self, path: str) -> AbstractContextManager[object]:
+        """Records the steps inside its block in the file `path`."""
+        return self._optimizer.trace(path)
 
     def close(self) -> None:
         self._optimizer.close(flush=False)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 DEFAULT_U = 4
+TRACED_WINDOWS = 3
 LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to do, so launching is what takes the time
 
 
@@ -16,7 +17,7 @@ class Contestant:
     """`build` is `module:class`, called in the child as `class(model, job)`; `needs` a package that may be missing.
 
     leaves: after `close()` the model is as it was, but for its weights; peer: another project's offload, which takes
-    several times as long a step.
+    several times as long a step; traces: it records its steps on request.
     """
 
     build: str
@@ -24,14 +25,18 @@ class Contestant:
     note: str = ""
     leaves: bool = False
     peer: bool = False
+    traces: bool = False
 
 
 CONTESTANTS = {
     "floor": Contestant("zenflow.bench.ours:Floor", note="forward and backward alone"),
     "adamw": Contestant("zenflow.bench.ours:OnDevice", note="fp32 masters and moments on the device", leaves=True),
-    "zenflow": Contestant("zenflow.bench.ours:Offloaded", leaves=True),
+    "zenflow": Contestant("zenflow.bench.ours:Offloaded", leaves=True, traces=True),
     "sync": Contestant(
-        "zenflow.bench.ours:Offloaded", note="everything on the CPU, every step, synchronous", leaves=True
+        "zenflow.bench.ours:Offloaded",
+        note="everything on the CPU, every step, synchronous",
+        leaves=True,
+        traces=True,
     ),
     "torch-offload": Contestant(
         "zenflow.bench.ours:OnHost",
@@ -59,7 +64,8 @@ class Job:
     `warm_up` and `steps` are counts of steps, `window` the steps of a window, `floor_steps` those of forward and
     backward alone that the same process times before them, and after them where it can. `settings` are ZenFlowConfig's
     fields; `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all.
-    `copies`, of the floor alone: "to host" or "to device", which PCIe then is as busy with as it can be.
+    `copies`, of the floor alone: "to host" or "to device", which PCIe then is as busy with as it can be. `trace`: the
+    file that records `TRACED_WINDOWS` more, after the timed ones, if the contestant can.
     """
 
     trainer: str
@@ -78,6 +84,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     cores: Sequence[int] | None = None
     copies: str | None = None
+    trace: str | None = None
 
 
 def missing(trainer: str) -> str | None:

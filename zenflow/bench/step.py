@@ -48,7 +48,7 @@ def run_contestants(session: StepSession) -> None:
             session.say(f"{job.label}: not installed")
             result = {"error": "not installed"}
         else:
-            result = session.run(job)
+            result = session.run_traced(job)
         session.contestants.append(row_of(job, result))
         session.save()
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zenflow.bench import picture, tables
 from zenflow.bench.children import run_job
 from zenflow.bench.figures import Row, compare, without_ratios
-from zenflow.bench.registry import Job
+from zenflow.bench.registry import CONTESTANTS, Job
 from zenflow.bench.session import Session
+from zenflow.trace_view import describe, overlap_summary, read_events, render
 
 
 class StepSession(Session):
@@ -24,14 +26,30 @@ class StepSession(Session):
         self.contestants: list[Row] = []  # of the step table, before anything is compared
         self.more: list[Row] = []
         self._children = 0
+        self._overlaps: list[str] = []  # what the traces show, as text
 
     def run(self, job: Job) -> dict:
         """The child's result; a line of progress."""
         self._children += 1
-        name = "".join(letter if letter.isalnum() or letter in ".=-" else "_" for letter in job.label)
-        result = run_job(job, self.log(f"{self._children:02}-{name}"), self.args.timeout)
+        result = run_job(job, self.log(f"{self._children:02}-{_file_name(job)}"), self.args.timeout)
         told = result["error"] if "error" in result else f"{result['mean_ms']:,.1f} ms a step"
         self.say(f"{job.shape} {job.label}: {told}")
+        return result
+
+    def run_traced(self, job: Job) -> dict:
+        """The same; if `--trace` asks for it and the trainer can, with a trace, its picture and what it shows."""
+        if not self.args.trace or not CONTESTANTS[job.trainer].traces:
+            return self.run(job)
+        path = self.folder.absolute() / "traces" / f"{_file_name(job)}.json"
+        path.parent.mkdir(exist_ok=True)
+        result = self.run(replace(job, trace=str(path)))
+        if "error" not in result:
+            shown = describe(overlap_summary(read_events(path)))
+            self._overlaps.append(f"### {job.label}\n\n```\n{shown}\n```")
+            try:
+                render(path, path.with_suffix(".png"))
+            except ImportError as error:
+                self.say(f"no picture of the trace: {error}")
         return result
 
     def log(self, name: str) -> Path:
@@ -56,6 +74,9 @@ class StepSession(Session):
         job += ", activation checkpointing" if args.checkpointing else ""
         heading = self.heading(f"Step times: {job}", "RATIOS")
         text = tables.report(rows, heading)
+        if self._overlaps:
+            text += "\n## Traces\n\nThree windows after the timed ones; files and pictures are in traces.\n\n"
+            text += "\n\n".join(self._overlaps) + "\n"
         (self.folder / "step.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "step.csv")
         self._draw(rows)
@@ -71,3 +92,7 @@ class StepSession(Session):
             picture.save_picture(shown, sum(floors) / len(floors), title, self.folder / "step.png")
         except ImportError as error:
             self.say(f"no step.png: {error}")
+
+
+def _file_name(job: Job) -> str:
+    return "".join(letter if letter.isalnum() or letter in ".=-" else "_" for letter in job.label)
