@@ -13,7 +13,9 @@ def test_the_ratio_is_of_the_pass_to_the_triad(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bandwidth, "triad", {1: 10.0, 2: 20.0}.__getitem__)
     monkeypatch.setattr(bandwidth, "pass_bandwidth", {1: 9.0, 2: 25.0}.__getitem__)
     assert main(["memory", "--threads", "1", "2", "--out", str(tmp_path), "--commit", "abc"]) == 0
-    lines = capsys.readouterr().out.splitlines()[-2:]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["1 thread", "2 threads"]
+    lines = printed.out.splitlines()[-2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells == [["1", "10.0", "9.0", "90.0%"], ["2", "20.0", "25.0", "125.0%"]]
     report, table = ((tmp_path / name).read_text() for name in ("memory.md", "memory.csv"))

@@ -173,7 +173,7 @@ def test_the_floor_and_launching_beside_a_hog(tmp_path, tests, monkeypatch):
     monkeypatch.setattr("zenflow.bench.contention.physical_cores", lambda: [(0,), (1,)])
     words = [*SMALL, *tests("pass"), "--trainers", "floor", "--contention", "1", "--hog-matrices", "1"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    names = ["floor alone", "floor beside 1 threads"]
+    names = ["floor alone", "floor beside 1 thread"]
     assert seen[2:] == [
         (f"{name}{more}", size, name != names[0]) for name in names for more, size in (("", 2), (", launching", 1))
     ]

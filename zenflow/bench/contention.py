@@ -20,7 +20,8 @@ def run_contention(session: StepSession) -> None:
     available = len(physical_cores())
     for threads in session.args.contention:
         cores = plan_cores(1 - threads / available, True, threads)
-        beside = ContentionJob(f"floor beside {threads} threads", cores, hog_threads=threads)
+        label = f"floor beside {threads} thread{'' if threads == 1 else 's'}"
+        beside = ContentionJob(label, cores, hog_threads=threads)
         _contend(session, [ContentionJob("floor alone", cores), beside])
     if session.args.contention and session.args.device != "cpu" and session.facts["gpu"]:
         cores = plan_cores(ZenFlowConfig.pt_reserved_cores_perc, True)

@@ -22,7 +22,7 @@ def run(args: Namespace) -> int:
 
     session, rows = Session(args), []
     for threads in args.threads:
-        session.say(f"{threads} threads")
+        session.say(f"{threads} thread{'' if threads == 1 else 's'}")
         row = {"threads": threads, "triad": triad(threads), "pass": pass_bandwidth(threads)}
         rows.append(row | {"ratio": row["pass"] / row["triad"]})
     text = "\n".join([*session.about("Host memory"), tables.markdown(rows, COLUMNS)])

@@ -103,8 +103,8 @@ class Keeper:
 
     `gather(step)` makes the whole state, a copy on the CPU, of which a thread then writes the files; `last=True` tells
     it that the run ends there. Where the disk is full or fails, or there is no memory for the copy, training goes on
-    with the checkpoints that there are. A context: at its end the last one is there, and after an error, such as the
-    CPU process's death, the log says how to go on from it.
+    with the checkpoints that there are. A context: at its end the last one is there, and an error, such as the CPU
+    process's death, gets a note that says how to go on from it.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Keeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._settle()
-        if kind is not None and not issubclass(kind, Stopped) and (kept := all_of(self._run)):
-            log.error("what is saved goes on from %s:\n%s", kept[0].name, command_for(self._run))
+        if error is not None and not isinstance(error, Stopped) and (kept := all_of(self._run)):
+            error.add_note(f"What is saved goes on from {kept[0].name}:\n{command_for(self._run)}")
 
     def _save(self, step: int, *, last: bool = False) -> None:
         """Begin to save, unless it has been done; waits for the save before, if that is still running."""
