@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.processes import ends_within
+from tests.shared_entries import left_since, shared_entries
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -24,7 +24,6 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-SHARED = Path("/dev/shm")
 HELPERS = (b"resource_tracker", b"forkserver")  # multiprocessing's own, which live as long as the interpreter
 
 
@@ -47,10 +46,6 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
-def _shared_entries() -> set[str]:
-    return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
-
-
 def _children() -> dict[int, bytes]:
     """Command lines of the running children of this process, by id."""
     children = {}
@@ -69,12 +64,9 @@ def _children() -> dict[int, bytes]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    children, entries = _children(), _shared_entries()
+    children, entries = _children(), shared_entries()
     yield
     left = {pid: command for pid, command in _children().items() if pid not in children and not ends_within(pid, 5)}
     assert not left, f"child processes outlive the tests: {left}"
-    # Another process that runs tests beside this one may have an entry for a moment.
-    deadline = time.monotonic() + 10
-    while (new := _shared_entries() - entries) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not new, f"new entries in {SHARED}: {new}"
+    # Another process that has just ended may have an entry for a moment.
+    assert left_since(entries, seconds=10) == set(), "new entries in /dev/shm"

@@ -103,9 +103,10 @@ def test_e7_no_call_hangs_on_a_dead_worker(call: str, device: str) -> None:
 
 E2 = """
 import os, signal, sys, torch
+from tests.shared_entries import left_since, shared_entries
 from zenflow import WorkerError, ZenFlow
 weight = torch.nn.Parameter(torch.ones(8, 12))
-entries = set(os.listdir("/dev/shm"))
+entries = shared_entries()
 engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1)
 for _ in range(3):
     weight.grad = torch.ones(8, 12)
@@ -124,7 +125,7 @@ try:
 except WorkerError as error:
     print(error)
 engine.close(flush=False)
-print(bool(weight.isfinite().all()), sorted(set(os.listdir("/dev/shm")) - entries))
+print(bool(weight.isfinite().all()), sorted(left_since(entries)))
 """
 
 

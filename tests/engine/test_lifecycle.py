@@ -30,6 +30,7 @@ from tests.engine.driving import (
     snapshot,
 )
 from tests.processes import ends_within, shared_bytes, shared_descriptors, shared_mappings
+from tests.shared_entries import left_since, shared_entries
 from zenflow import ZenFlow, client
 
 SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
@@ -140,7 +141,7 @@ def test_an_engine_that_is_dropped_leaves_no_worker(device: str) -> None:
 
 def test_close_gives_all_shared_memory_back() -> None:
     gc.collect()
-    entries, mappings, descriptors = set(os.listdir("/dev/shm")), shared_mappings(), shared_descriptors()
+    entries, mappings, descriptors = shared_entries(), shared_mappings(), shared_descriptors()
     nbytes = shared_bytes()
     for _ in range(3):
         parameters = make_parameters(dtype=torch.bfloat16)
@@ -152,7 +153,7 @@ def test_close_gives_all_shared_memory_back() -> None:
         del engine, parameters
         gc.collect()
     assert (shared_mappings(), shared_descriptors()) == (mappings, descriptors)
-    assert set(os.listdir("/dev/shm")) <= entries
+    assert left_since(entries) == set()
 
 
 def test_a_handler_that_raises_while_it_closes_keeps_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
+from tests.shared_entries import left_since, shared_entries
 from tests.soak.driver import Play, Tally, count_orphans
 from tests.soak.scenario import Scenario
-
-SHARED = Path("/dev/shm")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.set_num_threads(1)  # trainers are forked
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # what torch imports with its first optimizer, it imports once
-    entries, descriptors = _shared(), len(os.listdir("/proc/self/fd"))
+    entries, descriptors = shared_entries(), len(os.listdir("/proc/self/fd"))
     tally, started, seed = Tally(), time.monotonic(), options.seed
     while _goes_on(options, tally, started):
         known = len(tally.wrong)
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed += 1
     tally.orphans += count_orphans(tally.trainers)  # also one that was killed before its first instruction
     tally.leaked_descriptors += max(0, len(os.listdir("/proc/self/fd")) - descriptors)
-    tally.wrong += [f"{SHARED} has new entries: {new}" for new in [_shared() - entries] if new]
+    tally.wrong += [f"/dev/shm has new entries: {new}" for new in [left_since(entries, seconds=10)] if new]
     print(f"seeds {options.seed} to {seed - 1}, {time.monotonic() - started:.0f} s\n\n{tally.table()}")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +56,6 @@ def _goes_on(options: argparse.Namespace, tally: Tally, started: float) -> bool:
     if options.scenarios is not None:
         return tally.scenarios < options.scenarios
     return not tally.scenarios or time.monotonic() - started < options.seconds
-
-
-def _shared() -> set[str]:
-    return set(os.listdir(SHARED)) if SHARED.is_dir() else set()
 
 
 if __name__ == "__main__":
