@@ -27,7 +27,8 @@ def copy_to_host(state: dict[Any, Any]) -> dict[Any, Any]:
 class BackgroundSave:
     """`checkpoint_folder.save` in a thread that has begun when this is built.
 
-    The interpreter does not end before it has. An error is logged when it happens and raised by `wait()`.
+    The interpreter does not end before it has. An error is logged when it happens and raised by `wait()`. Where the
+    system refuses a thread, all is written before this returns.
     """
 
     def __init__(
@@ -42,7 +43,11 @@ class BackgroundSave:
         self._error: BaseException | None = None
         options = {"configuration": configuration, "shard_bytes": shard_bytes}
         self._thread = threading.Thread(target=self._run, args=(state, options), name=f"save {self.folder.name}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("%s: %s is written while training waits", error, self.folder)
+            self._run(state, options)
 
     @property
     def done(self) -> bool:
@@ -51,7 +56,8 @@ class BackgroundSave:
 
     def wait(self) -> None:
         """Until the folder is there; raises what `save` raised, every time that it is called."""
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
 

@@ -107,6 +107,25 @@ def test_a_host_without_memory_for_the_copy_ends_no_training(command, words, mon
     assert [step_of(path) for path in all_of(run.folder)] == ([6] if stopped else [])
 
 
+@pytest.mark.parametrize("moment", ["copied", "written"])
+def test_memory_that_the_system_refuses_ends_no_training(command, words, monkeypatch, moment):
+    """As under `ulimit -v`: torch says so by an error that is no MemoryError, Python by one."""
+
+    def refused(*_: object, **__: object) -> None:
+        if moment == "written":
+            raise MemoryError("refused")
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    monkeypatch.setattr(*{
+        "copied": ("zenflow.training.run_state.copy_to_host", refused),
+        "written": (background_save.checkpoint_folder, "save", refused),
+    }[moment])  # fmt: skip
+    run = command(*words, *ZENFLOW, "checkpoint_every=5")
+    said = {"copied": r"can't allocate memory: you tried to allocate \d+ bytes", "written": "refused"}[moment]
+    assert run.code == 0 and len(re.findall(f"NOT SAVED: {said}", run.out)) == 2
+    assert all_of(run.folder) == []
+
+
 COPIES = {
     "zenflow": ZENFLOW,
     "zenflow-bf16": (*ZENFLOW, "model.dtype=bfloat16"),

@@ -49,6 +49,24 @@ def test_a_copy_has_memory_of_its_own_and_ties_stay() -> None:
     assert copied[3][1] == (1, 2)
 
 
+def test_without_a_thread_it_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system has none left, as in a container with a limit on them: better late than lost."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    saving, again = (BackgroundSave(tmp_path / "saved", {"x": torch.ones(2)}) for _ in range(2))
+    assert saving.done and again.done
+    saving.wait()
+    assert load(tmp_path / "saved")["x"].tolist() == [1, 1]
+    with pytest.raises(FileExistsError, match="saved"):
+        again.wait()
+    assert f"can't start new thread: {tmp_path / 'saved'} is written while training waits" in caplog.text
+
+
 def test_its_error_is_logged_and_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "saved").mkdir()
     with caplog.at_level(logging.ERROR, logger="zenflow"):

@@ -164,7 +164,7 @@ class Keeper:
             return True
         try:
             saving.wait()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._tell(error)
             return False
         log.info("checkpoint %s", saving.folder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +44,17 @@ class RunState:
         """
         if not last:
             self._check_memory()
-        return {
-            "format": FORMAT,
-            "step": step,
-            "metrics_bytes": self.recorder.position(),
-            "wandb_id": self.wandb_id,
-            "data": self.data,
-            "random": random_states(self.device),
-            "model": copy_to_host(self.model.state_dict()),
-            "engine": self.engine.state_dict(),
-        }
+        with _memory_errors():
+            return {
+                "format": FORMAT,
+                "step": step,
+                "metrics_bytes": self.recorder.position(),
+                "wandb_id": self.wandb_id,
+                "data": self.data,
+                "random": random_states(self.device),
+                "model": copy_to_host(self.model.state_dict()),
+                "engine": self.engine.state_dict(),
+            }
 
     def _check_memory(self) -> None:
         needed = (
@@ -61,6 +64,18 @@ class RunState:
             raise MemoryError(
                 f"a copy of the run needs {needed:,} bytes of host memory, {available:,} bytes are available"
             )
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """MemoryError where torch lacks memory on the host (`ulimit -v`), for which it has no error of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        _, found, refusal = str(error).partition("DefaultCPUAllocator: ")
+        if not found:
+            raise
+        raise MemoryError(refusal) from error
 
 
 def load_engine(engine: Engine, state: dict[str, Any]) -> None:
