@@ -77,7 +77,7 @@ def has_gradient(param: Tensor) -> bool:
 
 
 def usable_gradient(record: ParamRecord) -> Tensor | None:
-    """The gradient as the kernels read it (dense, contiguous, the weight's dtype), or None if there is none.
+    """The gradient as the kernels read it (dense, contiguous, the weight's shape and dtype), or None if there is none.
 
     ValueError for one of another kind.
     """
@@ -87,9 +87,9 @@ def usable_gradient(record: ParamRecord) -> Tensor | None:
         return None
     if grad.layout != torch.strided:
         raise ValueError(f"{record.name} has a sparse gradient ({grad.layout}); ZenFlow takes dense gradients only")
-    if grad.dtype is not record.dtype or grad.device != record.device:
+    if grad.dtype is not record.dtype or grad.device != record.device or grad.shape != record.shape:
         raise ValueError(
-            f"{record.name} has a gradient of {grad.dtype} on {grad.device}; "
-            f"allowed is {record.dtype} on {record.device}"
+            f"{record.name} has a gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device}; "
+            f"allowed is {record.dtype} {tuple(record.shape)} on {record.device}"
         )
     return grad if grad.is_contiguous() else grad.contiguous()

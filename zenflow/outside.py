@@ -32,8 +32,8 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
     """Bring masters and flat storage in line with weights that were changed outside.
 
     `force` compares every parameter, for edits that autograd cannot see (`.data`). ValueError names a parameter that
-    changed dtype, device or shape, or that was written in place while a replayed result is on its way, or between
-    the backward pass that uploads and its `step()`.
+    changed dtype, device or shape, or that was written in place while a replayed result is on its way, or between the
+    backward pass that uploads and its `step()`. (Another shape over the same memory shows in the gradient's.)
     """
     for record in pipeline.records:
         if force or record.is_foreign:
@@ -44,7 +44,9 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
                 )
             pending = pipeline.uploads.pending_storages()
             pipeline.wait_for_worker()
-            changed = _move_back(record) if record.param.data_ptr() != record.address else None
+            param = record.param
+            moved = param.data_ptr() != record.address or not param.is_contiguous()
+            changed = _move_back(record) if moved else None
             _follow_weights(pipeline, record, changed, pending=record.storage in pending)
             record.version = record.param._version
 
@@ -52,14 +54,13 @@ def adopt_outside_changes(pipeline: Pipeline, *, force: bool = False) -> None:
 def _move_back(record: ParamRecord) -> Tensor:
     """Copy the parameter's new memory over its old one; where the bits differ, bool `[rows, cols]`."""
     param, weight = record.param, record.weight
-    if param.dtype != weight.dtype or param.device != weight.device or param.numel() != weight.numel():
+    if param.dtype != weight.dtype or param.device != weight.device or param.shape != record.shape:
         raise ValueError(
-            f"{record.name} was {weight.dtype} on {weight.device} with {weight.numel()} elements when the optimizer "
-            f"was built and is now {param.dtype} on {param.device} with {param.numel()}; "
-            "build the optimizer after such changes"
+            f"{record.name} was {weight.dtype} {tuple(record.shape)} on {weight.device} when the optimizer was built "
+            f"and is now {param.dtype} {tuple(param.shape)} on {param.device}; build the optimizer after such changes"
         )
     with torch.no_grad():
-        new = param.data.reshape(weight.shape)
+        new = param.data.reshape(weight.shape).contiguous()  # of the old memory, if it is transposed
         changed = bits(new) != bits(weight)
         weight.copy_(new)
         param.data = view_of_its_own(weight, param.shape)

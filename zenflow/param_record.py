@@ -50,16 +50,19 @@ class ParamRecord:
     version: int = 0  # the parameter's autograd version when its bits were last known
     # The weight's, at hand for what looks through all parameters in every step.
     address: int = field(init=False)
+    shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         self.address, self.dtype, self.device = self.weight.data_ptr(), self.weight.dtype, self.weight.device
+        self.shape = self.param.shape
 
     @property
     def is_foreign(self) -> bool:
-        """Whether somebody else has moved or written the parameter since its bits were last known."""
-        return self.param.data_ptr() != self.address or self.param._version != self.version
+        """Whether somebody else has moved, transposed or written the parameter since its bits were last known."""
+        param = self.param
+        return param.data_ptr() != self.address or param._version != self.version or not param.is_contiguous()
 
     @property
     def n_selected(self) -> int:

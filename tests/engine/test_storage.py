@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.engine.driving import Builder, Pair, assert_same_bits, feed, make_gradients, make_parameters, snapshot
+from tests.engine.driving import (
+    RULES,
+    Builder,
+    Pair,
+    assert_same_bits,
+    feed,
+    make_gradients,
+    make_parameters,
+    snapshot,
+)
 
 SHAPES = [(6, 10), (9, 4), (3,)]
 
@@ -115,6 +125,63 @@ def test_x2_a_parameter_moved_by_data_is_adopted_or_refused(device: str, build: 
         assert "moved" in str(refusal) or "data" in str(refusal)
     else:
         pair.check_state()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_weight_that_is_transposed_where_it_lies_is_trained_as_its_values_say(
+    rule: str, device: str, build: Builder
+) -> None:
+    """`p.data = p.data.t()` of a square weight moves no memory and changes neither shape nor version."""
+    ends = []
+    for copied in (False, True):
+        parameters = make_parameters([(6, 6), (3,)], torch.bfloat16, device)
+        engine = build(parameters, lr=0.02, topk_ratio=0.3, update_interval=2, overlap_step=False, **RULES[rule])
+        for number, grads in enumerate(make_gradients([(6, 6), (3,)], torch.bfloat16, 7)):
+            if number == 4:
+                turned = parameters[0].data.t()
+                parameters[0].data = turned.clone(memory_format=torch.contiguous_format) if copied else turned
+            feed(parameters, grads)
+            engine.step()
+        engine.flush()
+        ends.append(snapshot(parameters))
+    for one, other in zip(*ends, strict=True):
+        assert_same_bits(one, other)
+
+
+def _shorter(weight: torch.Tensor) -> torch.Tensor:
+    return weight[:3]
+
+
+def _other_shape(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(10, 6)
+
+
+def _transposed(weight: torch.Tensor) -> torch.Tensor:
+    return weight.t()
+
+
+def _other_shape_elsewhere(weight: torch.Tensor) -> torch.Tensor:
+    return weight.clone().view(10, 6)
+
+
+@pytest.mark.parametrize("change", [_shorter, _other_shape, _transposed, _other_shape_elsewhere])
+def test_x2_a_shape_changed_after_construction_is_refused_and_may_be_changed_back(
+    change: Callable[[torch.Tensor], torch.Tensor], device: str, build: Builder
+) -> None:
+    parameters = make_parameters(SHAPES, torch.bfloat16, device)
+    pair = Pair(build, parameters, lr=0.02, topk_ratio=0.3, update_interval=2)
+    stream = make_gradients(SHAPES, torch.bfloat16, 8)
+    for grads in stream[:3]:
+        pair.step(grads)
+    weight = parameters[0].data
+    parameters[0].data = change(weight)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 .*\(6, 10\)"):
+        pair.engine.step()
+    parameters[0].grad, parameters[0].data = None, weight
+    for grads in stream[3:]:
+        pair.step(grads)
+    pair.check_state()
 
 
 @pytest.mark.parametrize("target", [torch.float64, torch.bfloat16], ids=["double", "bfloat16"])
