@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 
-import torch
-
 from zenflow.client import WorkerError
 from zenflow.pipeline import Pipeline
 from zenflow.tracing import stop_trace
@@ -35,8 +33,6 @@ def _end_transit(pipeline: Pipeline) -> None:
 
 def _free(pipeline: Pipeline) -> None:
     with ExitStack() as rest:  # the last first, and all of it, also where a signal's handler raises meanwhile
-        if pipeline.unbound_threads is not None:
-            rest.callback(torch.set_num_threads, pipeline.unbound_threads)
         if pipeline.cores is not None:
             rest.callback(pipeline.cores.restore_trainer)
         for storage in pipeline.storages:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,27 +34,57 @@ class CorePlan:
     trainer_cores: tuple[int, ...]
     worker_cores: tuple[int, ...]
     worker_threads: int
-    _before: dict[int, set[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def bind_trainer(self) -> None:
-        """Bind every thread of this process to `trainer_cores`; threads made later inherit it. Once until restored."""
-        if self._before:
-            return
-        for task in _own_tasks():
-            with suppress(OSError):
-                before = os.sched_getaffinity(task)
-                os.sched_setaffinity(task, self.trainer_cores)
-                self._before[task] = before
+        """Bind every thread of this process to `trainer_cores`; threads made later inherit it. Once until restored.
+
+        Torch, where it is loaded, then has no more threads than that: they would spin against each other in every host
+        operation. Of several plans that bind at once, as several optimizers have them, the last counts.
+        """
+        if not any(plan is self for plan in _Bound.plans):
+            _Bound.plans.append(self)
+            _bind()
 
     def restore_trainer(self) -> None:
-        """Give every thread back the CPUs it had; threads made since then those of the calling thread."""
-        if not self._before:
-            return
-        own = self._before.get(threading.get_native_id()) or set().union(*self._before.values())
+        """Bind no longer. The last plan gives every thread back the CPUs it had, threads made since then those of the
+        calling thread, and torch its threads."""
+        if any(plan is self for plan in _Bound.plans):
+            _Bound.plans = [plan for plan in _Bound.plans if plan is not self]
+            _bind()
+
+
+class _Bound:
+    """This process's threads: the plans that bind them, the CPUs that each had before, and how many torch had."""
+
+    plans: list[CorePlan] = []
+    before: dict[int, set[int]] = {}
+    torch_threads = 0
+
+
+def _bind() -> None:
+    """All threads follow the last of the plans, or are again what they were before the first."""
+    torch, own = sys.modules.get("torch"), own_cpus()
+    if not _Bound.before:
+        _Bound.torch_threads = 0 if torch is None else torch.get_num_threads()
         for task in _own_tasks():
             with suppress(OSError):
-                os.sched_setaffinity(task, self._before.get(task, own))
-        self._before.clear()
+                _Bound.before[task] = os.sched_getaffinity(task)
+    cores = set(_Bound.plans[-1].trainer_cores) if _Bound.plans else None
+    for task in _own_tasks():
+        with suppress(OSError):
+            os.sched_setaffinity(task, cores or _Bound.before.get(task, own))
+    if _Bound.torch_threads:
+        torch.set_num_threads(min(_Bound.torch_threads, len(cores)) if cores else _Bound.torch_threads)
+    if not cores:
+        _Bound.before = {}
+
+
+def own_cpus() -> set[int]:
+    """The logical CPUs that the calling thread may run on, or could before a plan bound it."""
+    before = _Bound.before
+    if not before:
+        return os.sched_getaffinity(0)
+    return before.get(threading.get_native_id()) or set().union(*before.values())
 
 
 def plan_cores(
@@ -108,8 +139,8 @@ def _split(n_cores: int, reserved_share: float) -> tuple[int, int]:
 
 
 def physical_cores(allowed: set[int] | None = None, root: Path = CPU_ROOT) -> list[tuple[int, ...]]:
-    """The allowed logical CPUs (default: this process's affinity mask), one ascending tuple for each physical core."""
-    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    """The allowed logical CPUs (default: those of `own_cpus`), one ascending tuple for each physical core."""
+    allowed = own_cpus() if allowed is None else allowed
     cores: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
         siblings = text_of(root / f"cpu{cpu}" / "topology" / "thread_siblings_list")

@@ -149,9 +149,6 @@ def _start_worker(pipeline: Pipeline) -> WorkerClient:
     client = WorkerClient(settings=settings, cores=cores.worker_cores, threads=cores.worker_threads)
     if bind:
         cores.bind_trainer()
-        # More threads than cores would spin against each other in every host operation.
-        pipeline.unbound_threads = torch.get_num_threads()
-        torch.set_num_threads(min(pipeline.unbound_threads, len(cores.trainer_cores)))
     return client
 
 

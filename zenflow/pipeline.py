@@ -57,7 +57,6 @@ class Pipeline:
         self.scores = Scores(config)
         self.client: WorkerClient | None = None
         self.cores: CorePlan | None = None
-        self.unbound_threads: int | None = None  # torch's threads before the trainer was bound to its cores
         self.telemetry = Telemetry(device) if telemetry is None else telemetry
         self.tracer: Tracer | None = None
         self.gap = ExitStack()  # the span between two steps, while tracing

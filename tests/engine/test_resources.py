@@ -105,6 +105,36 @@ def test_a10_trainer_and_worker_stay_within_the_mask(count: int) -> None:
         assert all(set(cores) == mask for cores in (*found["trainer"], *found["worker"]))
 
 
+TWO = """
+import json, os, threading, torch
+from zenflow import ZenFlow
+def engine():
+    return ZenFlow([torch.nn.Parameter(torch.ones(64, 96))], min_deferred_numel=0, core_binding=True)
+def now():
+    return [sorted(os.sched_getaffinity(0)), torch.get_num_threads()]
+torch.set_num_threads(2)
+seen = [now()]
+one, other = engine(), engine()
+seen.append(now())
+workers = [sorted(os.sched_getaffinity(each.stats().worker_pid)) for each in (one, other)]
+for each in {order}:
+    each.close()
+    seen.append(now())
+print(json.dumps(dict(seen=seen, workers=workers)))
+"""
+
+
+@pytest.mark.parametrize("order", ["(one, other)", "(other, one)"])
+def test_two_optimizers_share_the_cores_and_the_last_to_close_gives_them_back(order: str) -> None:
+    """As in a GAN, or where the next optimizer is built before the old one is closed."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("with one core, trainer and worker share it")
+    found = json.loads(run_script(TWO.format(order=order)))
+    before, bound, half, after = found["seen"]
+    assert found["workers"][0] == found["workers"][1] and not set(bound[0]) & set(found["workers"][0])
+    assert half == bound and after == before
+
+
 def compilations() -> dict[str, dict[str, int]]:
     """How often Triton made each kernel: in the first 12 of 64 steps of two dtypes, and in all of them."""
     counted: Counter[str] = Counter()
