@@ -26,6 +26,7 @@ FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-std=gnu11", "-shared", "-fPIC"),
 )
+_SEAL_BYTES = hashlib.sha256().digest_size
 GRAD_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 OUT_KINDS = {None: 0, "bfloat16": 1, "float16": 2, "float32": 3}
 log = logging.getLogger("zenflow")
@@ -130,28 +131,53 @@ def store_release(address: int, value: int) -> None:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Build the library in `folder` (default: the per-user cache) unless it is there; OSError without a compiler."""
+    """Build the library in `folder` (default: the per-user cache) unless it is whole there; OSError without a compiler.
+
+    To load one that a power cut or a full disk has cut short would end the process.
+    """
     compiler = _compiler()
     sources = [source.read_bytes() for source in SOURCES]
     key = hashlib.sha256(b"\0".join([*sources, " ".join([*compiler, *FLAGS]).encode(), _processor().encode()]))
     folder = cache_folder() if folder is None else folder
     library = folder / f"adamw-{key.hexdigest()[:20]}.so"
-    if not library.exists():
+    if not _is_whole(library):
         handle, partial = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
             command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", partial, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
+            _seal(partial)
             os.replace(partial, library)
         finally:
             Path(partial).unlink(missing_ok=True)
     return library
 
 
+def _seal(library: str) -> None:
+    """End a library with its own SHA-256, which loaders do not read, and bring it down to the disk."""
+    with open(library, "rb+") as file:
+        content = file.read()
+        if not content:  # where SIGCHLD is ignored, a compiler that failed cannot be told from one that did not
+            raise OSError(f"the C compiler has left {library} empty")
+        file.write(hashlib.sha256(content).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == hashlib.sha256(content[:-_SEAL_BYTES]).digest()
+
+
 def cache_folder() -> Path:
     """A folder that only this user can write: code and converted models are loaded from it. OSError without one."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    for folder in (Path(base) / "zenflow", Path(tempfile.gettempdir()) / f"zenflow-{os.geteuid()}"):
+    folders = Path(base) / "zenflow", Path(tempfile.gettempdir()) / f"zenflow-{os.geteuid()}"
+    # One that is not absolute would be another in every working directory: so is ~ for a user without a home.
+    for folder in filter(Path.is_absolute, folders):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = folder.lstat()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -71,6 +74,44 @@ def test_the_cache_is_private_and_the_build_atomic(library, monkeypatch, tmp_pat
     assert native.build() == path and path.stat().st_mtime_ns == stamp
     folder.chmod(0o777)
     assert native.cache_folder() != folder, "a folder that others can write must not be used"
+
+
+def test_a_user_without_a_home_has_no_cache_in_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(native.tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    for cache in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        monkeypatch.setenv("HOME", "~")  # what expanduser gives where there is neither HOME nor an entry in passwd
+        assert native.cache_folder().parent == tmp_path / "temporary"
+    assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+
+
+@pytest.mark.parametrize("damage", [lambda size: 0, lambda size: size // 3, lambda size: size - 1])
+def test_a_library_that_was_cut_short_is_built_anew(library, fresh, damage):
+    """Loading the second of these would end the process by SIGBUS."""
+    path = native.build()
+    whole = path.stat().st_size
+    os.truncate(path, damage(whole))
+    assert native.load() is not None
+    assert path.stat().st_size == whole and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_compiler_that_fails_in_any_encoding_is_done_without(library, fresh, monkeypatch, tmp_path, caplog, ignored):
+    """Where SIGCHLD is ignored, as some launchers leave it, its exit code is lost."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nprintf 'unm\\366glich' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert native.load() is None
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert ("empty" if ignored else "unm\N{REPLACEMENT CHARACTER}glich") in caplog.text
+    assert list((tmp_path / "zenflow").iterdir()) == []
 
 
 def test_a_failed_build_leaves_nothing(library, monkeypatch, tmp_path):
