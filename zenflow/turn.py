@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+# Keeps a function out of the graphs of a training step that is compiled as a whole. Private, so never relied on: what is
+# public loads the compiler at once, not at the first call.
+untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 class Turn:
@@ -41,7 +44,8 @@ class Turn:
 def in_turn(method: Method) -> Method:
     """A method of what has a `Turn` as `_turn`, and `_refuse_fork()`: waits until no other thread is inside one.
 
-    Nothing in it is recorded by autograd. What it keeps are no inference tensors, which nothing later could change.
+    Nothing in it is recorded by autograd or traced by `torch.compile`. What it keeps are no inference tensors, which
+    nothing later could change.
     """
 
     @wraps(method)
@@ -50,4 +54,4 @@ def in_turn(method: Method) -> Method:
         with self._turn.lock, torch.inference_mode(False), torch.no_grad():
             return method(self, *args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return untraced(call)  # type: ignore[return-value]

@@ -29,7 +29,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.driver import current_stream_number
 from zenflow.param_record import ParamRecord, tell_autograd
 from zenflow.storage import SegmentStorage
-from zenflow.turn import Turn
+from zenflow.turn import Turn, untraced
 from zenflow.upload_check import UploadCheck
 from zenflow.uploading import Sent, Uploader
 
@@ -260,6 +260,7 @@ def _mention_compilation() -> None:
         )
 
 
+@untraced
 def _on_gradient(uploads: weakref.ref[Uploads], hooks: int, index: int, _: Tensor) -> None:
     # A hook lives as long as its parameter: it must not keep the optimizer. Where another hook of the parameter has
     # called step() or zero_grad(), a removed one still runs: the gradient went with that step. A forked copy of the
