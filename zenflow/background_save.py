@@ -39,7 +39,7 @@ class BackgroundSave:
         configuration: Mapping[str, Any] | None = None,
         shard_bytes: int = checkpoint_folder.SHARD_BYTES,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # what is relative is so to the working directory of now
         self._error: BaseException | None = None
         options = {"configuration": configuration, "shard_bytes": shard_bytes}
         self._thread = threading.Thread(target=self._run, args=(state, options), name=f"save {self.folder.name}")

@@ -84,9 +84,8 @@ def save(
         DiskFullError: an OSError that says how many bytes are needed and available; nothing is left.
         FolderBusyError: an OSError that names the process which makes a checkpoint beside this one and does not end.
     """
-    folder = Path(folder)
-    if os.path.lexists(folder):
-        raise FileExistsError(errno.EEXIST, "a checkpoint is never written over anything; this exists", str(folder))
+    folder = Path(folder).absolute()  # the working directory may change meanwhile
+    _refuse_what_exists(folder)
     body, shards = _prepare(state, configuration, shard_bytes)
     needed = sum(shard["bytes"] for shard in body["shards"]) + len(_manifest_text(body))
     with room_for(folder, needed), _scratch(folder.parent) as scratch:
@@ -95,8 +94,17 @@ def save(
             entry["sha256"] = safetensors_file.write(scratch / entry["file"], tensors, safetensors_file.METADATA)
         _write(scratch / MANIFEST, _manifest_text(body))
         sync(scratch)
-        os.rename(scratch, folder)
+        try:
+            os.rename(scratch, folder)
+        except OSError:
+            _refuse_what_exists(folder)  # by now, as another process has made it
+            raise
         sync(folder.parent)
+
+
+def _refuse_what_exists(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, "a checkpoint is never written over anything; this exists", str(folder))
 
 
 def load(folder: str | os.PathLike[str]) -> dict[Any, Any]:

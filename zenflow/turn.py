@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-# Keeps a function out of the graphs of a training step that is compiled as a whole. Private, so never relied on: what is
-# public loads the compiler at once, not at the first call.
+# Keeps a function out of the graphs of a training step that is compiled as a whole. Private, so never relied on: the
+# public one loads the compiler at once, not at the first call.
 untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 

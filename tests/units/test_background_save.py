@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -36,6 +37,22 @@ def test_training_goes_on_while_it_writes(tmp_path: Path, monkeypatch: pytest.Mo
     assert saving.done
     assert load(tmp_path / "saved")["model"].tolist() == [1] * 5
     assert read_manifest(tmp_path / "saved").configuration == {"k": 0.1}
+
+
+def test_a_relative_name_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the working directory changes while it is written, as a notebook's may."""
+    prepare = checkpoint_folder._prepare
+
+    def moved(*arguments: object) -> object:
+        os.chdir(tmp_path / "other")
+        return prepare(*arguments)
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint_folder, "_prepare", moved)
+    BackgroundSave("saved", {"x": 1}).wait()
+    assert load(tmp_path / "saved") == {"x": 1}
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir()) == ["other", "saved"]
 
 
 def test_a_copy_has_memory_of_its_own_and_ties_stay() -> None:

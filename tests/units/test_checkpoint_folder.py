@@ -109,6 +109,28 @@ def test_nothing_is_ever_written_over(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "file"])
+def test_nor_over_what_somebody_else_has_made_meanwhile(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes save to one folder at once: the first wins, the other is told so by the folder's name."""
+    rename = os.rename
+
+    def late(scratch: Path, folder: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        if kind == "file":
+            folder.write_text("mine")
+        else:
+            save(folder, {"x": 1})
+        rename(scratch, folder)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(FileExistsError, match=r"never written over anything.*saved'"):
+        save(tmp_path / "saved", {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (tmp_path / "saved").read_text() == "mine" if kind == "file" else load(tmp_path / "saved") == {"x": 1}
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
