@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 from zenflow.config import ZenFlowConfig
 from zenflow.matrices import DTYPE_NAMES, Newcomer
@@ -16,12 +17,20 @@ _ABOVE = (float("inf"), 1.0, 1.0, float("inf"), float("inf"))
 
 
 def check_parameters(newcomers: Sequence[Newcomer], device: torch.device, config: ZenFlowConfig) -> None:
-    """Refuse by name what cannot be trained: foreign device, sparse, complex or non-float, overlapping memory; under
-    `selected_masters: stochastic` every dtype but bf16."""
+    """Refuse by name what cannot be trained: foreign device, sparse, complex or non-float, overlapping memory, or none
+    of its own; under `selected_masters: stochastic` every dtype but bf16."""
     for newcomer in newcomers:
         param, name = newcomer.param, newcomer.name
         if param.device.type == "meta":
             raise ValueError(f"{name} is on the meta device; give it memory before the optimizer is built")
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"{name} has no shape yet; run a batch through its lazy module before the optimizer is built"
+            )
+        if param.requires_grad and _wraps_others(param):
+            raise ValueError(
+                f"{name} is a {type(param).__name__}; ZenFlow takes plain tensors, neither sharded nor quantized"
+            )
         if param.layout != torch.strided:
             raise ValueError(f"{name} is sparse ({param.layout}); ZenFlow takes dense parameters only")
         if param.requires_grad and param.dtype not in DTYPE_NAMES:
@@ -31,7 +40,12 @@ def check_parameters(newcomers: Sequence[Newcomer], device: torch.device, config
             raise ValueError(f"{name} has dtype {param.dtype}; allowed under selected_masters='stochastic' is bfloat16")
         if param.device != device:
             raise ValueError(f"{name} is on {param.device}, the first parameter on {device}; all must be on one device")
-    _check_overlap(newcomers)
+    _check_overlap([newcomer for newcomer in newcomers if not _wraps_others(newcomer.param)])
+
+
+def _wraps_others(param: Tensor) -> bool:
+    """Whether it has no memory of its own, but other tensors in it, as a `DTensor` of FSDP has."""
+    return hasattr(param, "__tensor_flatten__")
 
 
 def _check_overlap(newcomers: Sequence[Newcomer]) -> None:

@@ -185,3 +185,33 @@ def test_a_damaged_state_is_refused_before_anything_changes(damage: str, device:
     for grads in make_gradients(SHAPES, torch.bfloat16, 6, seed=5):
         pair.step(grads)
     pair.check_state()
+
+
+class Wrapper(torch.Tensor):
+    """No memory of its own, another tensor inside: what a `DTensor` and torchao's quantized weights are."""
+
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].inner) if function in (torch.ops.aten.detach.default,) else NotImplemented
+
+
+def test_a_weight_that_is_none_of_its_own_is_refused_by_name_unless_it_is_frozen(build: Builder) -> None:
+    plain = make_parameters([(6, 10)])[0]
+    wrapped = [nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2)]
+    engine = build([("plain", plain), ("one", wrapped[0]), ("other", wrapped[1])], lr=0.1)
+    feed([plain], make_gradients([(6, 10)], steps=1)[0])
+    engine.step()
+    wrapped[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="other is a Wrapper; .*neither sharded nor quantized"):
+        build([("plain", make_parameters([(6, 10)])[0]), ("one", wrapped[0]), ("other", wrapped[1])], lr=0.1)
+    with pytest.raises(ValueError, match="weight has no shape yet"):
+        build(nn.LazyLinear(4).named_parameters(), lr=0.1)
