@@ -289,9 +289,10 @@ def _either(*choices: str | None) -> str:
 _SHARE = "a number from 0 to 1", lambda value: 0 <= value <= 1
 _FACTOR = "a number from 0 to 2", lambda value: 0 <= value <= 2
 _POSITIVE = "a finite number > 0", lambda value: 0 < value < math.inf
+_MOST_STEPS = 2**24  # of a window, each of which has its scalars in the shared memory
 _RULES = {
     "topk_ratio": _number(*_SHARE, "auto"),
-    "update_interval": _integer(1, "auto"),
+    "update_interval": _integer(1, "auto", below=_MOST_STEPS),
     "select_strategy": _word("auto", "step", "epoch"),
     "select_interval": _integer(1, "auto"),
     "steps_per_epoch": _integer(1, None),

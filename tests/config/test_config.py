@@ -16,7 +16,21 @@ NAN, INF = math.nan, math.inf
 
 BAD = {
     "topk_ratio": [-0.1, 1.5, NAN, INF, -INF, True, "0.1", "Auto", None, [0.1], 1 + 0j, np.float64(-1e-9), np.nan],
-    "update_interval": [0, -1, 2.5, 4.0, True, NAN, "4", "AUTO", None, np.int64(0), np.float32(2), np.bool_(True)],
+    "update_interval": [
+        0,
+        -1,
+        2.5,
+        4.0,
+        True,
+        NAN,
+        "4",
+        "AUTO",
+        None,
+        np.int64(0),
+        np.float32(2),
+        np.bool_(True),
+        2**24,
+    ],
     "select_strategy": ["steps", "", None, 1, True, ["step"]],
     "select_interval": [0, -3, 1.5, True, "eight", None, NAN],
     "steps_per_epoch": [0, -1, 7.5, True, "auto", NAN],
