@@ -14,6 +14,8 @@ import pytest
 import zenflow
 from tests.commands import BRIEF, ENVIRONMENT
 from zenflow.telemetry import StepRecord
+from zenflow.training import run
+from zenflow.training.metrics_file import MetricsFile
 
 ENGINE_PART = {item.name for item in dataclasses.fields(StepRecord)} - {"step", "seconds", "staleness"}
 FURTHER = ("staleness", "deferred_step", "deferred_lr", "tokens", "elapsed_seconds")
@@ -170,6 +172,22 @@ def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):
     second = command(*BRIEF, "engine=adamw", "seed=1")
     assert second.code == 1 and str(first.folder) in second.err and "already holds a run" in second.err
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("resume", [(), ("resume=auto",)])
+def test_a_run_that_begins_in_the_folder_meanwhile_stays_what_it_is(resume, command, monkeypatch, tmp_path):
+    """Two jobs that are started at once on one folder: the settings of the first are not written over."""
+    folder, prepare = tmp_path / "out" / "run", run.prepare
+
+    def late(config):
+        (folder / "config.json").write_text("{}")
+        MetricsFile.create(folder).close()
+        return prepare(config)
+
+    monkeypatch.setattr(run, "prepare", late)
+    second = command(*BRIEF, "engine=adamw", *resume)
+    assert second.code == 1 and f"Another run has begun in {folder}" in second.err
+    assert (folder / "config.json").read_text() == "{}" and (folder / "metrics.jsonl").read_bytes() == b""
 
 
 def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  # F5

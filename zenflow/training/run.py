@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow.disk import replacing, room_for
+from zenflow.disk import opened, replacing, room_for
+from zenflow.folder_lock import locked
 from zenflow.report.settings import engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
@@ -27,6 +28,7 @@ from zenflow.training.engines import build_engine, check_masters, simulated_rule
 from zenflow.training.errors import InputError
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import History, Recorder, StepTimer
+from zenflow.training.metrics_file import NAME as METRICS
 from zenflow.training.metrics_file import MetricsFile
 from zenflow.training.models import Tokenizer, load_model, load_tokenizer
 from zenflow.training.rates import DeferredRates
@@ -170,9 +172,13 @@ def _train(
 
 
 def _begin(folder: Path, prepared: Prepared) -> MetricsFile:
+    """InputError if another run has begun in the folder since this one's settings were checked."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / "config.json", prepared.record)
-    return MetricsFile.create(folder)
+    with opened(folder) as descriptor, locked(descriptor, folder):
+        if (folder / METRICS).exists():
+            raise InputError(f"Another run has begun in {folder}; give another folder as hydra.run.dir.")
+        _write_whole(folder / "config.json", prepared.record)
+        return MetricsFile.create(folder)
 
 
 def _go_on(folder: Path, prepared: Prepared, resumption: Resumption) -> MetricsFile:
