@@ -97,15 +97,16 @@ class Worker:
         return next((place for place in self._candidates() if place.ready() == seq), None)
 
     def _check_order(self) -> None:
-        """Neither a later slot nor the window's end may come before the slot that is due: then that has been lost."""
+        """Neither a later slot nor the window's end may come before the slot that is due: then that has been lost, or
+        another has come in its stead since the last look, which `_arrived` names."""
         next_slot = self.done + 1
         for place in self._candidates():
             following, last = self._following(place), place.work.memory.sent(place.turn)
-            if following is not None and following.ready() == next_slot + 1 and self._find(next_slot) is None:
+            if following is not None and following.ready() == next_slot + 1 and self._arrived() is None:
                 raise TornSlotError(
                     f"slot {next_slot + 1} (bucket {following.bucket}) is ready before slot {next_slot}"
                 )
-            if last >= next_slot and self._find(next_slot) is None:
+            if last >= next_slot and self._arrived() is None:
                 raise TornSlotError(f"slot {next_slot} has not come, but its window has been sent, up to slot {last}")
 
     def _following(self, place: Place) -> Place | None:

@@ -160,7 +160,7 @@ def explore(setup: Setup, words: dict[int, int | None] | None = None, kind: type
 
     A slot that is ready is processed in the next round, in its order. Where `words` has another number for a slot (not
     the last that its place has held), or none, the round that needs the slot raises TornSlotError once that number, or
-    the slot behind it, can be seen; before that, none does.
+    the slot behind it, can be seen; before that, none does. Where there is a number, the error is not of a lost slot.
     """
     words = words or {}
     rounds, states, waiting = 0, {(0, 0)}, deque([(0, 0)])
@@ -209,8 +209,11 @@ def _judge(world: World, error: Exception | None, done: int, ready: int) -> str:
     """What is wrong with one round, which began with so many slots done and ready."""
     if isinstance(error, Wrong):
         return str(error)
+    if error is not None and not world.shows(world.ready):
+        return f"it raises {error}"
     if error is not None:
-        return "" if world.shows(world.ready) else f"it raises {error}"
+        lost = "has not come" in str(error) or "is ready before slot" in str(error)
+        return f"a foreign number is named as a lost slot: {error}" if lost and None not in world.words.values() else ""
     if done + 1 in world.words:
         return f"it goes on without slot {done + 1}" if world.shows(ready) else ""
     return f"slot {done + 1} is overlooked" if ready >= world.place(done + 1) and done == world.worker.done else ""

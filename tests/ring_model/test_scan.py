@@ -44,7 +44,7 @@ def test_a_foreign_number_is_noticed(name: str) -> None:
 MUTANTS = {
     "no-second-look": ("if ready > next_slot and (first := self._find(next_slot)) is not None", "if False", "raises"),
     "no-second-look-at-the-following": (
-        "following.ready() == next_slot + 1 and self._find(next_slot) is None",
+        "following.ready() == next_slot + 1 and self._arrived() is None",
         "following.ready() == next_slot + 1",
         "raises",
     ),
@@ -53,12 +53,22 @@ MUTANTS = {
     "whatever-is-new": ("if ready == next_slot:", "if ready != place.last[place.turn]:", "was taken from"),
     "lost-before-the-following": ("if following is not None and", "if False and", "goes on without"),
     "no-second-look-at-what-is-sent": (
-        "if last >= next_slot and self._find(next_slot) is None",
+        "if last >= next_slot and self._arrived() is None",
         "if last >= next_slot",
         "raises",
     ),
+    "foreign-is-lost-before-the-following": (
+        "following.ready() == next_slot + 1 and self._arrived() is None",
+        "following.ready() == next_slot + 1 and self._find(next_slot) is None",
+        "named as a lost slot",
+    ),
+    "foreign-is-lost-where-all-is-sent": (
+        "if last >= next_slot and self._arrived() is None",
+        "if last >= next_slot and self._find(next_slot) is None",
+        "named as a lost slot",
+    ),
     "lost-as-the-last": ("if last >= next_slot and", "if last > next_slot and", "goes on without"),
-    "strangers-let-through": ("strangers.append((place, ready))", "pass", "goes on without"),
+    "strangers-let-through": ("strangers.append((place, ready))", "pass", "named as a lost slot"),
 }
 
 
