@@ -73,7 +73,7 @@ class Run:
         if step.added:
             engine.add_param_group({"params": [parameters[index] for index in step.added]})
         if step.swap:
-            self._swap()
+            swap_weights(engine, parameters)
         if step.flush:
             engine.flush()
         held = {id(param) for group in engine.param_groups for param in group["params"]}
@@ -83,17 +83,6 @@ class Run:
         engine.step()
         engine.grad_scale = None
         return snapshot(parameters)
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        """Other weights, as for an evaluation with averaged ones, and the old ones again (X3)."""
-        if self.engine.config.deferred_rule == "replay" and not self.engine.config.predicts:
-            self.engine.flush()
-        kept = [parameter.clone() for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.mul_(0.3)
-        for parameter, weight in zip(self.parameters, kept, strict=True):
-            parameter.copy_(weight)
 
     def save(self, folder: Path) -> None:
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -126,6 +115,18 @@ class Run:
         for number, (parameter, weight) in enumerate(zip(parameters, state["weights"], strict=True)):
             assert_same_bits(parameter, weight, f"weight {number} after the load")
         return run
+
+
+@torch.no_grad()
+def swap_weights(engine: ZenFlow, parameters: Sequence[nn.Parameter]) -> None:
+    """Other weights, as for an evaluation with averaged ones, and the old ones again (X3)."""
+    if engine.config.deferred_rule == "replay" and not engine.config.predicts:
+        engine.flush()
+    kept = [parameter.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.mul_(0.3)
+    for parameter, weight in zip(parameters, kept, strict=True):
+        parameter.copy_(weight)
 
 
 def assert_same_run(actual: Run, expected: Run) -> None:

@@ -1,8 +1,10 @@
 """Fault injection: `python -m tests.soak --seconds 60 --seed 1`, or `make soak`.
 
 Small models are trained by ZenFlow while workers and trainers are killed and stopped, slots are corrupted and lost,
-descriptors and memory run short, gradients are not finite and the clock jumps. A fault that is noticed must be named;
-the trainer then goes on from its last `state_dict()`, and ends with the bits of a run in which nothing happened.
+descriptors and memory run short, gradients are not finite and the clock jumps. Meanwhile learning rates change,
+gradients are missing, frozen parameters begin to train, and weights are swapped as for an evaluation. A fault that is
+noticed must be named; the trainer then goes on from its last `state_dict()`, and ends with the bits of a run in which
+nothing happened.
 """
 
 from __future__ import annotations

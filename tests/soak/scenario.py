@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import DTYPES, make_gradients, make_parameters
+from tests.soak.history import N_GROUPS, Moment, draw_history
 from tests.soak.settings import draw_places, draw_settings
 
 # Where a fault strikes: in the trainer's own process, by the name of a function in `faults.py`, or from the driver.
@@ -43,6 +45,7 @@ class Scenario:
     settings: dict[str, Any] = field(init=False)
     groups: list[dict[str, Any]] = field(init=False)
     steps: int = field(init=False)
+    history: list[Moment] = field(init=False)  # by step
     save_every: int = field(init=False)
     faults: list[Fault] = field(init=False)
 
@@ -54,7 +57,7 @@ class Scenario:
         self.settings = draw_settings(draw, self.dtype, self.passes)
         self.groups = [
             {"lr": draw.choice([0.01, 0.03]), "weight_decay": draw.choice([0.0, 0.2]), "betas": (0.9, beta2)}
-            for beta2 in (0.99, 0.999)
+            for beta2 in (0.99, 0.999)[:N_GROUPS]
         ]
         self.steps = draw.randint(12, 30)
         self.save_every = draw.randint(1, 6)
@@ -64,6 +67,7 @@ class Scenario:
             Fault(index, kind, 0 if kind in AT_START else step, draw.randrange(1 << 30))
             for index, (kind, step) in enumerate(zip(kinds, strikes, strict=True))
         ]
+        self.history = draw_history(random.Random(f"{self.seed} history"), len(self.shapes), self.steps)
         self._strange = {
             step: draw.choice([math.inf, -math.inf, math.nan]) for step in range(self.steps) if draw.random() < 0.1
         }
@@ -86,7 +90,7 @@ class Scenario:
     @property
     def skipped(self) -> int:
         """Steps whose gradient is not finite."""
-        return len(self._strange)
+        return sum(step % len(self.shapes) not in self.history[step].absent for step in self._strange)
 
     def gradients(self) -> list[list[Tensor]]:
         """Of all steps, one tensor a parameter."""
@@ -96,10 +100,14 @@ class Scenario:
             numbers[step % numbers.numel()] = value
         return stream
 
-    def parameters(self, fresh: bool) -> list[nn.Parameter]:
-        """At the start of training; zeros for a trainer that goes on, whose weights come with the state."""
+    def parameters(self, step: int, known: Container[int]) -> list[nn.Parameter]:
+        """After so many steps: zeros where the weights come with the state, which knows these; else as at the start."""
         made = make_parameters(self.shapes, self.dtype, seed=self.seed)
-        return made if fresh else [nn.Parameter(torch.zeros_like(parameter)) for parameter in made]
+        parameters = [nn.Parameter(torch.zeros_like(each)) if n in known else each for n, each in enumerate(made)]
+        for moment in self.history[step:]:
+            for index in moment.thawed:
+                parameters[index].requires_grad_(False)
+        return parameters
 
     def param_groups(self, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         half = len(parameters) // 2

@@ -75,3 +75,23 @@ def test_a_trainer_that_goes_on_changes_only_what_may_change() -> None:
     assert lives[0] == scenario.settings and lives[7] == Scenario(SEEDS[0]).settings_from(7)
     changed = {name for life in lives for name, value in life.items() if value != scenario.settings[name]}
     assert changed == draw_places(random.Random(0), 1).keys()
+
+
+def test_every_case_of_parameters_and_groups_is_drawn() -> None:
+    """Rates, missing gradients, frozen and thawed parameters, swapped weights, flushes, loss scales; B6, B11, X3."""
+    moments = [moment for seed in SEEDS[:50] for moment in Scenario(seed).history]
+    for name in ("rates", "absent", "thawed", "swap", "flush", "scale"):
+        found = {getattr(moment, name) for moment in moments}
+        assert len(found) >= 2, name
+    assert all(0 not in moment.absent for moment in moments)
+
+
+def test_a_trainer_that_goes_on_has_frozen_what_was() -> None:
+    """And the first weights where the state has none, because nothing has moved them yet."""
+    scenario = next(s for s in map(Scenario, SEEDS) if any(moment.thawed for moment in s.history))
+    thaw, moment = next((step, moment) for step, moment in enumerate(scenario.history) if moment.thawed)
+    index = min(moment.thawed)
+    assert all(index in earlier.absent for earlier in scenario.history[:thaw])
+    first, before, after = (scenario.parameters(step, known=[0]) for step in (0, thaw, thaw + 1))
+    assert [parameters[index].requires_grad for parameters in (first, before, after)] == [False, False, True]
+    assert not before[0].any() and before[index].equal(first[index]) and first[index].any()

@@ -12,13 +12,14 @@ import io
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import INTEGERS
+from tests.engine.resuming import swap_weights
 from tests.processes import shared_bytes
 from tests.soak.faults import Striker, bad_start, can_strike, is_named
 from tests.soak.scenario import AT_START, FROM_OUTSIDE, LETHAL, Fault, Scenario
@@ -37,9 +38,10 @@ def digest(parameters: list[nn.Parameter]) -> str:
     return found.hexdigest()
 
 
-def accumulate(parameters: list[nn.Parameter], grads: list[Tensor], share: float) -> None:
+def accumulate(parameters: list[nn.Parameter], grads: list[Tensor], share: float, absent: Container[int]) -> None:
     """Add that share of these gradients to `.grad`, by a backward pass that hooks can see."""
-    parts = [(parameter * (share * grad)).float().sum() for parameter, grad in zip(parameters, grads, strict=True)]
+    present = [pair for index, pair in enumerate(zip(parameters, grads, strict=True)) if index not in absent]
+    parts = [(parameter * (share * grad)).float().sum() for parameter, grad in present]
     torch.stack(parts).sum().backward()
 
 
@@ -99,9 +101,20 @@ class Trainer:
             self.tell("wrong", f"{self.outstanding} was not noticed")
 
     def _train(self, step: int) -> None:
+        moment = self.scenario.history[step]
+        for group, rate in zip(self.engine.param_groups, moment.rates, strict=False):
+            group["lr"] *= rate
+        for index in moment.thawed:
+            self.parameters[index].requires_grad_()
+        if moment.swap:
+            swap_weights(self.engine, self.parameters)
+        if moment.flush:
+            self.engine.flush()
         for _ in range(self.scenario.passes):
-            accumulate(self.parameters, self.gradients[step], 1 / self.scenario.passes)
+            accumulate(self.parameters, self.gradients[step], 1 / self.scenario.passes, moment.absent)
+        self.engine.grad_scale = None if moment.scale is None else torch.tensor([moment.scale])
         self.engine.step()
+        self.engine.grad_scale = None
         self.engine.zero_grad()
 
     def _strike(self, striker: Striker, step: int) -> None:
@@ -167,11 +180,12 @@ class Trainer:
             self.tell("wrong", f"{fault} left {held()[0] - before[0]} descriptors open")
 
     def _build(self) -> None:
-        step, state = self.saved
-        self.parameters = self.scenario.parameters(fresh=not state)
+        step, saved = self.saved
+        state = torch.load(io.BytesIO(saved), weights_only=True) if saved else {"state": {}}
+        self.parameters = self.scenario.parameters(step, known=state["state"])
         self.engine = ZenFlow(self.scenario.param_groups(self.parameters), **self.scenario.settings_from(step))
-        if state:
-            self.engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        if saved:
+            self.engine.load_state_dict(state)
 
     def _finish(self) -> str:
         self.engine.flush()
