@@ -66,13 +66,9 @@ def _bind() -> None:
     torch, own = sys.modules.get("torch"), own_cpus()
     if not _Bound.before:
         _Bound.torch_threads = 0 if torch is None else torch.get_num_threads()
-        for task in _own_tasks():
-            with suppress(OSError):
-                _Bound.before[task] = os.sched_getaffinity(task)
+        _Bound.before = affinities()
     cores = set(_Bound.plans[-1].trainer_cores) if _Bound.plans else None
-    for task in _own_tasks():
-        with suppress(OSError):
-            os.sched_setaffinity(task, cores or _Bound.before.get(task, own))
+    set_affinities({} if cores else _Bound.before, cores or own)
     if _Bound.torch_threads:
         torch.set_num_threads(min(_Bound.torch_threads, len(cores)) if cores else _Bound.torch_threads)
     if not cores:
@@ -85,6 +81,22 @@ def own_cpus() -> set[int]:
     if not before:
         return os.sched_getaffinity(0)
     return before.get(threading.get_native_id()) or set().union(*before.values())
+
+
+def affinities() -> dict[int, set[int]]:
+    """The logical CPUs on which each thread of this process may run, by its native number."""
+    found = {}
+    for task in _own_tasks():
+        with suppress(OSError):
+            found[task] = os.sched_getaffinity(task)
+    return found
+
+
+def set_affinities(each: dict[int, set[int]], others: set[int]) -> None:
+    """Let every thread of this process run on its CPUs in `each`, as `affinities` gives them, or on those of others."""
+    for task in _own_tasks():
+        with suppress(OSError):
+            os.sched_setaffinity(task, each.get(task, others))
 
 
 def plan_cores(

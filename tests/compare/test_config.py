@@ -7,7 +7,14 @@ import pytest
 from experiments.compare import quoted
 from zenflow.compare.config import CompareConfig, CompareSettings, check_alike, check_settings, differences, words_of
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, ModelConfig, OptimizerConfig, ZenFlowEngine
+from zenflow.training.schema import (
+    AdamWEngine,
+    DeepSpeedZenFlowEngine,
+    ModelConfig,
+    OptimizerConfig,
+    PeerEngine,
+    ZenFlowEngine,
+)
 
 
 def test_engines_may_differ_in_kind_and_settings():
@@ -46,6 +53,14 @@ def test_weights_without_masters_are_another_precision(other):
 def test_every_difference_is_named_and_absent_is_none():
     one, other = {"x": {"y": 1, "z": 2}, "same": [1]}, {"x": {"y": 3}, "same": [1], "new": 0}
     assert list(differences(one, other)) == [("x.y", 1, 3), ("x.z", 2, None), ("new", None, 0)]
+
+
+@pytest.mark.parametrize("peer", [PeerEngine(), DeepSpeedZenFlowEngine()], ids=lambda peer: peer.peer.name)
+def test_another_project_s_engine_is_refused_on_either_side(peer):
+    for place, sides in enumerate(((peer, ZenFlowEngine()), (ZenFlowEngine(), peer))):
+        with pytest.raises(InputError, match=f"engine={peer.peer.name} in {'ab'[place]} is another project's") as error:
+            check_alike(*(CompareConfig(engine=engine) for engine in sides))
+        assert f"zenflow-train -m seed=0,1,2 engine={peer.peer.name},zenflow" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_two_diagnoses_see_the_same_data(command, tmp_path):
     ("words", "told"),
     [
         (["engine=zenflow"], "engine.topk_ratio is 0.1; a diagnosis is of a run without ZenFlow"),
+        (["engine=deepspeed_offload"], "engine=deepspeed_offload is another project's"),
         (["engine.update_interval=4"], "engine.update_interval is 4"),
         (["engine.overlap_step=true"], "engine.overlap_step is True"),
         (["diagnose.steps=0"], "diagnose.steps is 0; allowed: an integer from 2 to 500"),

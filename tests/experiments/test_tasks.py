@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.experiments.folders import bert_folder
 from zenflow.training.data import IGNORED, Dataset, LabelledSamples, Order, ResponseSamples
+from zenflow.training.engines import Engine
 from zenflow.training.loop import Loop
 from zenflow.training.metrics import Recorder, StepTimer
 from zenflow.training.models import Classifier, TinyModel, load_tokenizer
@@ -97,11 +98,13 @@ def test_correlations_follow_their_definitions():
     assert pearson(torch.full((4,), 0.1), torch.rand(4)) == spearman(torch.ones(3), torch.rand(3)) == 0.0
 
 
-class Frozen:
+class Frozen(Engine):
     """An engine that records the gradients it is given and changes nothing."""
 
+    param_groups = ({"lr": 0.0},)
+
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.gradients, self.param_groups = model, [], [{"lr": 0.0}]
+        self.model, self.gradients = model, []
 
     def step(self) -> None:
         self.gradients.append([weight.grad.clone() for weight in self.model.parameters()])

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from zenflow.config import ZenFlowConfig
 from zenflow.telemetry import StepRecord
 from zenflow.training.data import Dataset, Order, Stream
-from zenflow.training.engines import AdamW, Report, ZenFlowRun
+from zenflow.training.engines import AdamW, Engine, Report, ZenFlowRun
 from zenflow.training.loop import Loop, learning_rate
 from zenflow.training.metrics import Evaluation, History, Recorder, StepTimer, engine_part
 from zenflow.training.models import Classifier, PretrainedTokenizer, TinyModel, locate_model
@@ -30,12 +30,13 @@ from zenflow.training.summary import Subject, summarise, table
 CPU = torch.device("cpu")
 
 
-class Frozen:
+class Frozen(Engine):
     """An engine that records the gradients it is given and changes nothing."""
+
+    param_groups = ({"lr": 0.0},)
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.gradients = model, []
-        self.param_groups = [{"lr": 0.0}]
 
     def step(self) -> None:
         self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})

@@ -12,12 +12,14 @@ from zenflow.report.settings import (
     key,
     matches,
     named,
+    order,
     parse_overrides,
     setting_of,
     task_name,
     task_of,
 )
 from zenflow.report.study import studies
+from zenflow.report.tables import setting_row
 from zenflow.training.errors import InputError
 
 ZERO = {name.replace(".", "__"): value for name, value in ZERO_OFFLOAD.items()}
@@ -285,3 +287,38 @@ def test_bf16_adamw_among_fp32_settings_puts_no_dtype_into_every_name():
         "zenflow, dtype float32",
         "adamw, dtype bfloat16",
     ]
+
+
+def test_other_projects_offloads_are_told_by_their_name_and_what_they_have():
+    peer = {"engine": {"peer": "deepspeed_zenflow", "topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}}
+    narrow = {"engine": peer["engine"] | {"topk_ratio": 0.05}}
+    others = [{"engine": {"peer": name}} for name in ("torchao_offload", "deepspeed_offload")]
+    adamws = [{"engine": {"masters": True, "offload": offload}} for offload in (False, True)]
+    assert names(*adamws, *others, peer, {}) == [
+        *("adamw", "adamw_offload", "torchao_offload", "deepspeed_offload", "deepspeed_zenflow", "zenflow")
+    ]
+    assert names(others[0], peer, narrow, {}) == [
+        *("torchao_offload", "deepspeed_zenflow, k 0.1", "deepspeed_zenflow, k 0.05", "zenflow, k 0.1")
+    ]
+    assert names({"engine": others[0]["engine"], "optimizer__lr": 0.1}, others[1])[0] == "torchao_offload, lr 0.1"
+
+
+def test_other_projects_offloads_stand_between_synchronous_offload_and_zenflow():
+    peers = [{"engine": {"peer": name}} for name in ("torchao_offload", "deepspeed_offload")]
+    found = settings({}, *peers, ZERO, {"engine": {"masters": True, "offload": True}})
+    ordered = sorted(found, key=lambda values: order(values, differing(found)))
+    assert [values["engine"] for values in ordered] == [
+        *("adamw_offload", "zero_offload", "torchao_offload", "deepspeed_offload", "zenflow")
+    ]
+
+
+def test_of_other_projects_offloads_nothing_is_told_that_they_do_not_count(tmp_path):
+    engines = [{"masters": True, "offload": False}, {"peer": "deepspeed_offload"}, config()["engine"]]
+    losses = {0: 2.0, 2: 1.5, 4: 1.0}
+    runs = [read(make(tmp_path / str(place), losses, engine=engine)) for place, engine in enumerate(engines)]
+    (study,) = studies(runs, [], {})
+    rows = {row["name"]: row for row in (setting_row(setting, study) for setting in study.settings)}
+    assert list(rows) == ["adamw", "deepspeed_offload", "zenflow"]
+    for name in ("stall_share", "m_to_host", "m_to_device", "worker_busy_share", "skipped_steps"):
+        assert rows["deepspeed_offload"][name] is None and rows["zenflow"][name] is not None, name
+    assert rows["deepspeed_offload"]["vs_seconds"] is not None

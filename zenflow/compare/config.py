@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.training.errors import InputError
-from zenflow.training.schema import TrainConfig, plain
+from zenflow.training.schema import PeerEngine, TrainConfig, plain
 
 OWN = "engine."  # only settings under it may differ
 
@@ -55,7 +55,14 @@ def words_of(name: str, text: str) -> list[str]:
 
 
 def check_alike(a: CompareConfig, b: CompareConfig) -> None:
-    """Errors: InputError naming each setting that is not the engine's and differs, with both values."""
+    """Errors: InputError for another project's engine; naming each setting that is not the engine's and differs."""
+    for side, config in (("a", a), ("b", b)):
+        if isinstance(config.engine, PeerEngine):
+            name = config.engine.peer.name
+            raise InputError(
+                f"engine={name} in {side} is another project's and keeps no checkpoint, which a comparison tries; "
+                f"zenflow-train -m seed=0,1,2 engine={name},zenflow trains with both, and zenflow-report compares them."
+            )
     one, other = (getattr(side.engine, "masters", True) for side in (a, b))
     if one != other:
         raise InputError(

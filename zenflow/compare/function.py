@@ -126,7 +126,7 @@ def _train(config: CompareConfig, keeper: _Keeper, heard: _Heard) -> tuple[dict[
     """The settings, and how many steps were skipped."""
     prepared = training.prepare(config)
     model = prepared.model.to(prepared.device).train()
-    with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
+    with build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
         keeper.model, keeper.engine = model, engine
         Loop(config, model, prepared.data, engine, heard, StepTimer(prepared.device), keeper=keeper).run()
         skipped = engine.report().skipped_steps
@@ -139,7 +139,7 @@ def _go_on(config: CompareConfig, saved: dict[str, Any], step: int, heard: _Hear
     prepared = training.prepare(config)
     prepared.model.load_state_dict(saved["model"])
     model = prepared.model.to(prepared.device).train()
-    with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
+    with build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
         try:
             load_engine(engine, saved["engine"])
         except InputError as error:

@@ -44,7 +44,7 @@ def run_side(side: str, config: CompareConfig, place: int) -> Finished:
     prepared = training.prepare(config)
     weights = digest(prepared.model.state_dict())
     model = prepared.model.to(prepared.device).train()
-    with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
+    with build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
         optimizer = getattr(engine, "optimizer", None)  # the optimizer itself: it has records and a process
         pid = optimizer.stats().worker_pid if isinstance(optimizer, ZenFlow) else None
         meter = Meter(prepared.device, 0, config.steps, pid)

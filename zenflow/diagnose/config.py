@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, TrainConfig
+from zenflow.training.schema import AdamWEngine, PeerEngine, TrainConfig
 
 MAX_STEPS = 500
 
@@ -43,6 +43,11 @@ def check_settings(config: DiagnoseConfig) -> None:
     engine = config.engine
     if isinstance(engine, AdamWEngine):
         return
+    if isinstance(engine, PeerEngine):
+        raise InputError(
+            f"engine={engine.peer.name} is another project's, and does not say where its time goes. Allowed: "
+            "engine=zero_offload or engine=adamw, or adamw_offload."
+        )
     for name, allowed in (("topk_ratio", 0), ("update_interval", 1), ("overlap_step", False)):
         if (value := getattr(engine, name)) != allowed:
             raise InputError(

@@ -58,7 +58,7 @@ def _measure(config: DiagnoseConfig) -> tuple[Result, dict[str, Any]]:
     model = prepared.model.to(prepared.device).train()
     with (
         _memory_error_told(config),
-        build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine,
+        build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch) as engine,
     ):
         diagnosis = _diagnosis(config, engine)
         data = replace(prepared.data, train=Watched(prepared.data.train, diagnosis.meter))

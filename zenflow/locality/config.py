@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zenflow.training.errors import InputError
-from zenflow.training.schema import TrainConfig
+from zenflow.training.schema import PeerEngine, TrainConfig
 
 
 @dataclass
@@ -30,6 +30,10 @@ class LocalityConfig(TrainConfig):
 
 def check_settings(config: LocalityConfig) -> None:
     """Errors: InputError naming a setting, its value and what is allowed."""
+    if isinstance(config.engine, PeerEngine):
+        raise InputError(
+            f"engine={config.engine.peer.name} takes the gradients away before they can be watched; allowed: any other."
+        )
     chosen = config.locality
     shares, lags = list(chosen.shares), list(chosen.lags)
     if not shares or shares != sorted(set(shares)) or not 0 < shares[0] <= shares[-1] <= 1:

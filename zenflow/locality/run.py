@@ -116,7 +116,7 @@ def _watch(config: LocalityConfig) -> Seen:
     model = prepared.model.to(prepared.device).train()
     timer = StepTimer(prepared.device)
     study, listener = Study(model.named_parameters(), config.locality), Listener(timer)
-    with build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
+    with build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch) as engine:
         Loop(config, model, prepared.data, Watched(engine, study), listener, timer).run()
     if study.empty == study.steps:
         raise InputError("No step had a finite gradient above zero; give a smaller optimizer.lr, or other data.")

@@ -14,13 +14,14 @@ from typing import Any
 
 from zenflow.config import usual_delay
 from zenflow.training.errors import InputError
-from zenflow.training.schema import SimulatedEngine
+from zenflow.training.schema import Peer, SimulatedEngine
 
 Values = dict[str, Hashable]
 
 ADAMW, ADAMW_BF16, ZENFLOW, ZERO_OFFLOAD = "adamw", "adamw_bf16", "zenflow", "zero_offload"
 ADAMW_OFFLOAD = "adamw_offload"
 SIMULATED = "simulated"
+PEERS = tuple(Peer.__members__)  # offloads of other projects
 ADAMWS = (ADAMW, ADAMW_BF16, ADAMW_OFFLOAD)  # torch's; the second has no masters, the third's are on the host
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
 # Which no other engine has.
@@ -29,7 +30,7 @@ DELAY = "engine.visible_after"
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
-    *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "device"),
+    *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "engine.peer", "device"),
     *("threads", "save_model", "checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
@@ -54,6 +55,8 @@ def _hashable(value: Any) -> Hashable:
 def engine_of(config: dict[str, Any]) -> str:
     """The choice of `engine=` that the configuration amounts to."""
     engine = config["engine"]
+    if "peer" in engine:
+        return engine["peer"]
     if "topk_ratio" not in engine:
         if engine.get("offload"):
             return ADAMW_OFFLOAD
@@ -130,7 +133,7 @@ def differing(settings: Sequence[Values]) -> list[str]:
 def _has(values: Values, name: str) -> bool:
     if not name.startswith("engine."):
         return (name, values.get("engine")) != ("model.dtype", ADAMW_BF16)  # the name says it
-    if values["engine"] == SIMULATED:
+    if values["engine"] in (SIMULATED, *PEERS):
         return name in values
     if name in SIMULATED_KEYS or values["engine"] in ADAMWS:
         return False
@@ -216,8 +219,8 @@ def _shown(value: Hashable, others: set[Hashable]) -> str:
 
 
 def order(values: Values, keys: Sequence[str]) -> list[tuple[int, float, str]]:
-    """A sort key: AdamW, then synchronous offload, then ZenFlow, then simulations; numbers by size."""
-    kinds = (*ADAMWS, ZERO_OFFLOAD, ZENFLOW, SIMULATED)
+    """A sort key: AdamW, synchronous offload, other projects' offloads, ZenFlow, simulations; numbers by size."""
+    kinds = (*ADAMWS, ZERO_OFFLOAD, *PEERS, ZENFLOW, SIMULATED)
     places: list[tuple[int, float, str]] = [(0, kinds.index(values["engine"]), "")]
     for name in keys:
         value = _value(values, name)

@@ -94,9 +94,9 @@ def setting_row(setting: Setting, study: Study) -> Row:
     """A setting's spreads and differences under the figures' names; no offload, no figures of it."""
     row: Row = {"name": _cell(setting.name), "runs": len(setting.runs), "left_out": setting.left_out or None}
     row |= setting.spreads
-    if setting.values["engine"] in (*settings.ADAMWS, settings.SIMULATED):
+    if setting.values["engine"] in (*settings.ADAMWS, *settings.PEERS, settings.SIMULATED):
         row |= dict.fromkeys(("stall_share", "m_to_host", "m_to_device", "worker_busy_share"))
-    if setting.values["engine"] in settings.ADAMWS:
+    if setting.values["engine"] in (*settings.ADAMWS, *settings.PEERS):
         row["skipped_steps"] = None
     if setting is not study.baseline:
         pairs = setting.pairs

@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 
+from zenflow.report.settings import engine_of
 from zenflow.training.checkpoints import FOLDER, all_of, command_for
 from zenflow.training.engines import simulated_rule, zenflow_config
 from zenflow.training.errors import InputError
 from zenflow.training.models import check_model
+from zenflow.training.peers import check_peer
 from zenflow.training.schema import (
     AdamWEngine,
     DataKind,
     Device,
     ModelKind,
+    PeerEngine,
     SimulatedEngine,
     TrainConfig,
     ZenFlowEngine,
+    plain,
 )
 from zenflow.training.sources import is_classification, locate
 
@@ -80,8 +84,12 @@ def check(config: TrainConfig, folder: Path, *, goes_on: bool = False) -> None:
             )
     elif isinstance(config.engine, SimulatedEngine):
         simulated_rule(config.engine, config.optimizer)
+    elif isinstance(config.engine, PeerEngine):
+        check_peer(config)
     elif not isinstance(config.engine, AdamWEngine):
-        raise InputError("No engine was chosen; allowed: a ZenFlowEngine, an AdamWEngine or a SimulatedEngine.")
+        raise InputError(
+            "No engine was chosen; allowed: a ZenFlowEngine, an AdamWEngine, a SimulatedEngine or a PeerEngine."
+        )
     _check_trace(config)
     if is_classification(config.data) != (config.model.kind is ModelKind.encoder):
         raise InputError(_mismatch(config))
@@ -117,7 +125,7 @@ def _check_trace(config: TrainConfig) -> None:
             f"trace is {name!r}; allowed: null or a file's name that ends in .json and is none of the run's own."
         )
     if not isinstance(config.engine, ZenFlowEngine):
-        engine = "adamw" if isinstance(config.engine, AdamWEngine) else "simulated"
+        engine = engine_of({"engine": plain(config.engine)})
         raise InputError(f"trace is {name!r}; allowed with engine={engine}: null.")
     if len(chosen) != 2 or not 1 <= chosen[0] <= chosen[1] <= config.steps:
         raise InputError(

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from zenflow.disk import DiskFullError
 from zenflow.signals import exit_code
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, SimulatedEngine, TrainConfig, ZenFlowEngine
+from zenflow.training.schema import (
+    AdamWEngine,
+    DeepSpeedZenFlowEngine,
+    PeerEngine,
+    SimulatedEngine,
+    TrainConfig,
+    ZenFlowEngine,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,6 +48,8 @@ def register() -> None:
     store.store(group="schema/engine", name="zenflow", node=ZenFlowEngine)
     store.store(group="schema/engine", name="adamw", node=AdamWEngine)
     store.store(group="schema/engine", name="simulated", node=SimulatedEngine)
+    store.store(group="schema/engine", name="peer", node=PeerEngine)
+    store.store(group="schema/engine", name="deepspeed_zenflow", node=DeepSpeedZenFlowEngine)
 
 
 def _run_folder(resume: str | None, otherwise: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow.background_save import copy_to_host
@@ -19,7 +19,15 @@ from zenflow.simulate.rule import Rule
 from zenflow.simulate.simulation import Simulation
 from zenflow.telemetry import StepRecord
 from zenflow.training.errors import InputError
-from zenflow.training.schema import AdamWEngine, EngineConfig, OptimizerConfig, SimulatedEngine, ZenFlowEngine, plain
+from zenflow.training.schema import (
+    AdamWEngine,
+    EngineConfig,
+    OptimizerConfig,
+    PeerEngine,
+    SimulatedEngine,
+    ZenFlowEngine,
+    plain,
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,15 @@ class Engine(Protocol):
     where the engine keeps none. `trace` records the steps inside its block. `master` gives, after `flush`, the value in
     fp32 of which a weight is the rounded copy. `state_dict` is a copy on the CPU of all that the next step depends on
     beside the weights, with the totals so far, and `state_bytes` what it takes at least; `load_state_dict` raises
-    ValueError before it changes anything.
+    ValueError before it changes anything. `wrapped` gives the model as the loop has to call it, and `backward` makes
+    the gradients of a loss.
     """
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -68,7 +83,7 @@ class Engine(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-class AdamW:
+class AdamW(Engine):
     """torch's fused AdamW; weights below fp32 get fp32 masters, whose rounded copies they are.
 
     The norm is taken, and the gradient clipped, on the device. A non-finite gradient is not skipped (as in torch).
@@ -157,7 +172,7 @@ class AdamW:
         self.zero_grad()
 
 
-class ZenFlowRun:
+class ZenFlowRun(Engine):
     """`zenflow.ZenFlow` as an `Engine`."""
 
     def __init__(self, params: Iterable[Parameter], config: ZenFlowConfig, **settings: Any) -> None:
@@ -225,7 +240,7 @@ class ZenFlowRun:
         self.optimizer.__exit__(*exception)
 
 
-class SimulatedRun:
+class SimulatedRun(Engine):
     """`zenflow.simulate` as an `Engine`."""
 
     def __init__(self, params: Iterable[Parameter], rule: Rule, **settings: Any) -> None:
@@ -303,10 +318,13 @@ def check_masters(engine: EngineConfig, dtype: str) -> None:
         )
 
 
-def build_engine(
-    params: Iterable[Parameter], engine: EngineConfig, optimizer: OptimizerConfig, steps_per_epoch: int
-) -> Engine:
-    """The engine that `engine` asks for, on these parameters; a worker process may start here."""
+def build_engine(model: nn.Module, engine: EngineConfig, optimizer: OptimizerConfig, steps_per_epoch: int) -> Engine:
+    """The engine that `engine` asks for, on this model's parameters; a worker process may start here."""
+    if isinstance(engine, PeerEngine):
+        from zenflow.training.peers import build_peer
+
+        return build_peer(model, engine, optimizer)
+    params = model.parameters()
     settings = {
         "lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),

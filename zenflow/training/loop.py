@@ -56,7 +56,7 @@ class Loop:
         keeper: Keeper | None = None,
         start: int = 0,
     ) -> None:
-        self._config, self._model, self._data, self._trace = config, model, data, trace
+        self._config, self._model, self._data, self._trace = config, engine.wrapped(model), data, trace
         self._engine, self._recorder, self._timer = engine, recorder, timer
         self._keeper, self._start = keeper, start
         self._device = next(model.parameters()).device
@@ -118,7 +118,7 @@ class Loop:
         targets = sum(batch.targets for batch in batches)
         for batch in batches:
             part = self._loss(self._forward(batch), batch) * (batch.targets / targets)
-            part.backward()
+            self._engine.backward(part)
             loss += part.detach()
             tokens += batch.tokens
         self._engine.step()

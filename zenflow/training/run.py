@@ -18,7 +18,7 @@ from torch import nn
 
 from zenflow.disk import opened, replacing, room_for
 from zenflow.folder_lock import locked
-from zenflow.report.settings import engine_of
+from zenflow.report.settings import ADAMWS, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checkpoints import Keeper, forget_after
@@ -208,9 +208,7 @@ def _run(
     model = prepared.model.to(device).train()
     timer = StepTimer(device)
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            build_engine(model.parameters(), config.engine, config.optimizer, prepared.steps_per_epoch)
-        )
+        engine = stack.enter_context(build_engine(model, config.engine, config.optimizer, prepared.steps_per_epoch))
         if saved:
             load_engine(engine, saved["engine"])
         if resumption is not None:
@@ -302,7 +300,7 @@ def _subject(prepared: Prepared) -> Subject:
     weights = list(prepared.model.parameters())
     random = record["model"]["config"].get("model_type")
     source = record["model"]["path"] or random or record["model"]["package"] or record["model"]["kind"]
-    k, window = engine.get("topk_ratio"), engine.get("update_interval")
+    k, window, name = engine.get("topk_ratio"), engine.get("update_interval"), engine_of(record)
     on_gpu = prepared.device.type == "cuda"
     adamw = (
         "adamw" + " without masters" * (not engine.get("masters", True)) + " on the host" * bool(engine.get("offload"))
@@ -312,7 +310,7 @@ def _subject(prepared: Prepared) -> Subject:
         model=f"{source}, {record['model']['dtype']}",
         data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
-        engine=adamw if k is None else f"{engine_of(record)}, k {k:g}, U {window}",
+        engine=adamw if name in ADAMWS else name if k is None else f"{name}, k {k:g}, U {window}",
         device=torch.cuda.get_device_name(prepared.device) if on_gpu else _cpu(torch.get_num_threads()),
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),

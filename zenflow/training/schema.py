@@ -33,11 +33,12 @@ SelectedMasters = Enum("SelectedMasters", ["float32", "stochastic"])
 RingDtype = Enum("RingDtype", ["auto", "float32", "bfloat16"])
 BetasPerWindow = Enum("BetasPerWindow", ["none", "first", "both"])
 SecondMoment = Enum("SecondMoment", ["mean", "steps"])
+Peer = Enum("Peer", ["torchao_offload", "deepspeed_offload", "deepspeed_zenflow"])  # as in engine=
 
 
 @dataclass
 class EngineConfig:
-    """Who updates the weights: an `AdamWEngine`, a `ZenFlowEngine` or a `SimulatedEngine`."""
+    """Who updates the weights: an `AdamWEngine`, a `ZenFlowEngine`, a `SimulatedEngine` or a `PeerEngine`."""
 
 
 @dataclass
@@ -100,6 +101,25 @@ class SimulatedEngine(RuleConfig):
     second_moment: SecondMoment = SecondMoment.mean
     delay_compensation: float = 0.0
     growing_rounds: int = 0
+
+
+@dataclass
+class PeerEngine(EngineConfig):
+    """Another project's offload, as its own documentation sets it up (`zenflow.training.peers`)."""
+
+    peer: Peer = Peer.torchao_offload
+
+
+@dataclass
+class DeepSpeedZenFlowEngine(PeerEngine):
+    """The `zenflow` block of DeepSpeed's own JSON; intervals are counted in steps."""
+
+    peer: Peer = Peer.deepspeed_zenflow
+    topk_ratio: float = 0.1
+    update_interval: int = 4
+    select_interval: int = 100
+    full_warm_up_rounds: int = 0
+    overlap_step: bool = True
 
 
 @dataclass

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from zenflow.report.settings import SIMULATED
+from zenflow.report.settings import PEERS, SIMULATED
 from zenflow.training.metrics import History
 from zenflow.training.scores import SCORES
 
@@ -97,7 +97,7 @@ def table(summary: dict[str, Any]) -> str:
         ("speed", f"{s['tokens_per_second']:,.0f} tokens/s"),
         ("step", f"median {_seconds(s['step_seconds_median'])}, p95 {_seconds(s['step_seconds_p95'])}"),
     ]
-    if s["topk_ratio"] is not None:
+    if s["topk_ratio"] is not None and not s["engine"].startswith(PEERS):
         counts = f"{s['windows']:,}, selections {s['selections']:,}, skipped steps {s['skipped_steps']:,}"
         rows += [*([] if s["engine"].startswith(SIMULATED) else _offload_rows(s)), ("windows", counts)]
     width = max(len(name) for name, _ in rows)
