@@ -118,3 +118,21 @@ def test_two_jobs_at_a_time(tmp_path):  # F9
     table = (tmp_path / "sweep" / "summary.txt").read_text()
     assert re.findall(r"\| (whole|did not start)", table) == ["whole", "did not start", "whole"]
     assert table in done.stdout
+
+
+@pytest.mark.parametrize(("code", "reported"), [(0, True), (1, True), (130, False), (143, False)])
+def test_the_rules_script_reports_although_runs_failed_but_not_when_it_was_interrupted(tmp_path, code, reported):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\ncase "$*" in *experiment=rules_peers*) exit {code} ;; esac\n'
+    )
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "rules.sh", tmp_path / "rules", "threads=1"],
+        env=os.environ | {"PYTHON": str(python), "SWEEP": "rules_peers", "CORPORA": "headers c_headers"},
+    )
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == code
+    assert sum("experiment=rules_pretrain" in call for call in calls) == 1
+    assert sum("experiment=rules_peers" in call for call in calls) == (2 if reported else 1)
+    assert calls[-1].startswith("-m zenflow.report") == reported
