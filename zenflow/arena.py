@@ -53,10 +53,11 @@ def require_memory(needed: int) -> None:
 def _refused(code: int, nbytes: int) -> Exception:
     """The error for memory that the kernel does not give: MemoryError where it lacks it, else OSError."""
     reason = os.strerror(code)
-    if code in (errno.ENOMEM, errno.ENOSPC):
+    if code in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+        option = "-f" if code == errno.EFBIG else "-v"  # shared memory is a file without a name
         return MemoryError(
             f"the CPU optimizer needs {nbytes:,} more bytes of shared memory and the system refuses them ({reason}), "
-            f"{available_memory():,} bytes are available: raise the process's limit (ulimit -v) or free host memory"
+            f"{available_memory():,} bytes are available: raise the process's limit (ulimit {option}), or free memory"
         )
     return OSError(code, f"cannot take {nbytes:,} bytes of shared memory: {reason}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import zenflow
-from tests.commands import BRIEF, ENVIRONMENT
+from tests.commands import BRIEF, ENVIRONMENT, ROOT
 from zenflow.telemetry import StepRecord
 from zenflow.training import run
 from zenflow.training.metrics_file import MetricsFile
@@ -164,6 +164,17 @@ def test_an_interval_in_epochs_takes_their_length_from_the_data(command):
     outcome = command(*BRIEF, "engine.select_strategy=epoch", "engine.select_interval=1")
     assert outcome.code == 0
     assert outcome.config()["engine"]["steps_per_epoch"] == 3125 // 8
+
+
+def test_a_run_that_nobody_can_watch_any_more_ends_well(tmp_path):
+    """Its output goes to a full disk, as it may to a closed terminal or pipe, and there is no stderr."""
+    shell = [f'exec "{sys.executable}" -m experiments.train "$@" > /dev/full 2>&-', "sh"]
+    arguments = [*BRIEF, "engine=adamw", "plot=true", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(["sh", "-c", *shell, *arguments], env=ENVIRONMENT, cwd=ROOT, timeout=300)
+    log = (tmp_path / "train.log").read_text()
+    assert done.returncode == 0, log
+    assert "the table cannot be printed (No space left on device)" in log and "everything is in" in log
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):

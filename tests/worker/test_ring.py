@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from zenflow_kernels.control import StepControl
 
+from tests.shortages import files_up_to
 from tests.worker.feeding import GROUPS, MAX_STEPS, make_segment
 from zenflow import arena as arena_module
 from zenflow.arena import Arena
@@ -135,6 +136,12 @@ def test_a_refused_mapping_is_told_with_the_bytes():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert re.search(REFUSED.format("Cannot allocate memory"), done.stdout), done.stderr
+
+
+def test_a_limit_on_files_is_one_on_shared_memory_and_is_named():
+    refused = r"needs 2,097,152 more bytes .*File too large.*ulimit -f"
+    with files_up_to(1 << 20), pytest.raises(MemoryError, match=refused):
+        Arena.create("test", 1 << 21)
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENOSPC])

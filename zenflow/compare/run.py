@@ -20,6 +20,7 @@ from zenflow.compare.side import Finished, run_side
 from zenflow.compare.text import report
 from zenflow.cores import gpu_bus_id
 from zenflow.diagnose.result import finite
+from zenflow.terminal import show
 from zenflow.training.checks import check
 from zenflow.training.errors import errors_logged, require_free
 from zenflow.training.schema import plain
@@ -115,7 +116,7 @@ def _leave(
     }
     (folder / "compare.md").write_text(text, encoding="utf-8")
     (folder / "compare.json").write_text(json.dumps(finite(everything), indent=2), encoding="utf-8")
-    print(text)
+    show(text)
     return judgement
 
 

@@ -20,6 +20,7 @@ from zenflow.diagnose.config import DiagnoseConfig, check_settings
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.result import WIDTH, Result
 from zenflow.diagnose.session import Diagnosis
+from zenflow.terminal import show
 from zenflow.training import run as training
 from zenflow.training.checks import check
 from zenflow.training.data import Batch, Samples
@@ -146,7 +147,7 @@ def _leave(result: Result, settings: dict[str, Any], folder: Path) -> None:
     text = f"{result.text()}\n{fill(told, WIDTH, break_on_hyphens=False)}\n"
     (folder / "diagnosis.txt").write_text(text, encoding="utf-8")
     (folder / "diagnosis.json").write_text(result.json(settings=settings, machine=machine), encoding="utf-8")
-    print(text)
+    show(text)
 
 
 def _draw(result: Result, folder: Path) -> None:

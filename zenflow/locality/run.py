@@ -18,6 +18,7 @@ from zenflow.locality.figures import Row, curves, kind_rows, matrix_rows, share_
 from zenflow.locality.study import CURVE, Study
 from zenflow.locality.text import study_text
 from zenflow.report.settings import engine_of, task_name
+from zenflow.terminal import show
 from zenflow.training import run as training
 from zenflow.training.checks import check
 from zenflow.training.engines import Engine, build_engine
@@ -133,7 +134,7 @@ def _leave(seen: Seen, rows: list[Row], folder: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     (folder / "locality.json").write_text(json.dumps(_result(seen, rows), indent=1), encoding="utf-8")
-    print(text)
+    show(text)
 
 
 def _result(seen: Seen, rows: list[Row]) -> dict[str, Any]:

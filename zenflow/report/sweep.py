@@ -9,6 +9,7 @@ from zenflow.bench.tables import Column, markdown, number
 from zenflow.report.figures import run_figures
 from zenflow.report.files import write
 from zenflow.report.runs import Run, read
+from zenflow.terminal import show
 from zenflow.training.sweep import Job, jobs
 
 COLUMNS = (
@@ -26,9 +27,9 @@ def summarise_sweep(folder: Path) -> None:
     rows = [_row(job) for job in jobs(folder)]
     if not rows:
         return
-    text = f"{markdown(rows, COLUMNS)}\n\nMeans over seeds and pictures: zenflow-report {folder}\n"
-    write(folder / SUMMARY, text)
-    print(text, end="")
+    text = f"{markdown(rows, COLUMNS)}\n\nMeans over seeds and pictures: zenflow-report {folder}"
+    write(folder / SUMMARY, f"{text}\n")
+    show(text)
 
 
 def _row(job: Job) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from zenflow.terminal import is_watched
 from zenflow.training.checkpoints import Keeper
 from zenflow.training.data import Batch, Dataset, Order, evaluation_batches
 from zenflow.training.engines import Engine
@@ -180,6 +180,5 @@ class Loop:
 
 @contextmanager
 def _progress(steps: int, start: int) -> Iterator[tqdm]:
-    shown = sys.stderr.isatty()
-    with logging_redirect_tqdm(), tqdm(total=steps, initial=start, unit="step", disable=not shown) as bar:
+    with logging_redirect_tqdm(), tqdm(total=steps, initial=start, unit="step", disable=not is_watched()) as bar:
         yield bar

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import inspect
 import logging
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zenflow import native
+from zenflow.terminal import is_watched
 from zenflow.training.errors import InputError
 from zenflow.training.schema import ModelConfig, ModelKind, TokenizerKind
 from zenflow.training.sources import package_folder
@@ -233,7 +233,7 @@ def _readable(load: Any, config: ModelConfig) -> Any:
     from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
-    if not sys.stderr.isatty():
+    if not is_watched():
         transformers_logging.disable_progress_bar()
     folder = locate_model(config)
     try:

@@ -20,6 +20,7 @@ from zenflow.disk import opened, replacing, room_for
 from zenflow.folder_lock import locked
 from zenflow.report.settings import ADAMWS, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
+from zenflow.terminal import show
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 from zenflow.training.checkpoints import Keeper, forget_after
 from zenflow.training.checks import check
@@ -327,7 +328,7 @@ def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history:
     text = table(summary)
     _write_whole(folder / "summary.json", summary)
     (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    show(text)
     draws = find_spec("matplotlib") is not None
     if config.plot and draws:
         from zenflow.training.plot import save_plot

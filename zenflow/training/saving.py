@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn import Parameter
 
 from zenflow.disk import DiskFullError, check_room, room_for, sync, sync_all
 from zenflow.export import with_masters
+from zenflow.terminal import is_watched
 from zenflow.training.errors import InputError
 from zenflow.training.models import HEAD, CausalModel, Classifier
 from zenflow.training.tiny import WEIGHTS, TinyModel
@@ -66,7 +66,7 @@ def _save_pretrained(model: nn.Module, master: Callable[[Parameter], Tensor], fo
     """Through an fp32 twin without memory of its own, since what is written as the type is that of the module."""
     from transformers.utils import logging as transformers_logging
 
-    if not sys.stderr.isatty():
+    if not is_watched():
         transformers_logging.disable_progress_bar()
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))

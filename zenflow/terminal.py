@@ -1,0 +1,24 @@
+"""What people see while a command runs. Nobody need be there: a run whose terminal, pipe or disk is gone goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+log = logging.getLogger(__name__)
+
+
+def is_watched() -> bool:
+    """Whether messages go to a terminal, where a bar can move."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def show(text: str) -> None:
+    """Print what has been written to a file, too; the log tells if that cannot be done."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the table cannot be printed (%s)", error.strerror)
+        # What could not be written would be tried once more at the process's end, and change its exit code.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
