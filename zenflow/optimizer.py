@@ -3,6 +3,7 @@ channels are updated by a CPU process while the GPU goes on."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -216,7 +217,7 @@ class ZenFlow(torch.optim.Optimizer):
                 "state_dict() between backward() and step(), while the next weights are being uploaded; save after "
                 "step(), or build the optimizer with upload='step'"
             )
-        packed = super().state_dict()
+        packed = copy.deepcopy(super().state_dict())  # of groups, whose settings may be tensors that schedulers fill
         if pipeline.clock.state.step:
             packed["state"], packed["zenflow"] = checkpoint.save(pipeline, indices_of(self.param_groups))
         return packed
@@ -256,7 +257,7 @@ class ZenFlow(torch.optim.Optimizer):
         are what they were; with one number for all nothing is rounded.
         """
         state = to_adamw(self._running(), indices_of(self.param_groups), self.param_groups)
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+        return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
 
     @in_turn
     def export_weights(self, model: Module) -> dict[str, Tensor]:

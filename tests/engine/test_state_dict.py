@@ -100,6 +100,20 @@ COPIED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
+def test_c6_a_learning_rate_in_a_tensor_is_copied_too(device: str, build: Builder) -> None:
+    """Schedulers fill such a tensor in place."""
+    parameters = make_parameters(SHAPES, torch.float32, device)
+    engine = build(parameters, lr=torch.tensor(0.5))
+    saved = [engine.state_dict()]
+    feed(parameters, make_gradients(SHAPES, steps=1)[0])
+    engine.step()
+    engine.flush()
+    saved += [engine.state_dict(), engine.adamw_state_dict()]
+    torch.optim.lr_scheduler.LambdaLR(engine, lambda epoch: 0.25)
+    assert float(engine.param_groups[0]["lr"]) == 0.125
+    assert [float(state["param_groups"][0]["lr"]) for state in saved] == [0.5] * 3
+
+
 @pytest.mark.parametrize("mode", COPIED)
 def test_c6_a_state_is_a_copy_and_stays_what_it_was(mode: str, device: str, build: Builder) -> None:
     """C6: nothing in it is live memory, so that a thread may write it while training goes on: neither what was saved
