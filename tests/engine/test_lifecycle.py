@@ -184,6 +184,7 @@ from zenflow import ZenFlow
 device = sys.argv[1]
 weight = torch.nn.Parameter(torch.ones(8, 12, device=device))
 (weight * 2).sum().backward()  # the device is in use, and so are torch's threads
+torch.optim.SGD([weight])  # the first optimizer of a process has torch set a variable for its compiler
 def state():
     return {
         "start method": multiprocessing.get_start_method(allow_none=True),
@@ -214,7 +215,7 @@ print(json.dumps(found))
 
 def test_e3_construction_changes_no_global_state(device: str) -> None:
     """E3: it works where the device was used before; neither the start method nor anything else of the process's own
-    is another one afterwards. In a process where nobody has built an optimizer before."""
+    is another one afterwards. In a process where nobody has built a ZenFlow before."""
     done = subprocess.run(
         [sys.executable, "-c", E3, device], env=environment(), capture_output=True, text=True, timeout=300
     )
