@@ -18,7 +18,8 @@ def shared_entries() -> set[str]:
 def left_since(before: set[str], seconds: float = 0.0) -> set[str]:
     """New entries that are still there after so many seconds, less those of other living processes.
 
-    An entry is another's if a process outside this one's tree maps it, holds it open or has its id in the entry's name.
+    An entry is another's if a process outside this one's tree maps it, holds it open or has given it its id: the first
+    number of its name. What follows are counters, and every counter is some process's id.
     """
     deadline = time.monotonic() + seconds
     while (left := shared_entries() - before) and (left := left - _of_others(left)) and time.monotonic() < deadline:
@@ -29,8 +30,13 @@ def left_since(before: set[str], seconds: float = 0.0) -> set[str]:
 def _of_others(entries: set[str]) -> set[str]:
     living = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     others = {pid for pid in living if not _is_ours(pid)}
-    named = {entry for entry in entries if others & {int(word) for word in re.split(r"[-_.]", entry) if word.isdigit()}}
+    named = {entry for entry in entries if _maker(entry) in others}
     return named.union(*map(_held_by, others)) & entries
+
+
+def _maker(entry: str) -> int | None:
+    """The process whose id an entry's name has, as torch's `torch_123_456_1` and joblib's have it."""
+    return next((int(word) for word in re.split(r"[-_.]", entry) if word.isdecimal()), None)
 
 
 def _is_ours(pid: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def stranger(entry: Path) -> Iterator[int]:
     script = f"exec 3>{entry}; sleep 600 >/dev/null & echo $!"
     pid = int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=True).stdout)
     yield pid
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # a test may have ended it
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_what_this_process_or_its_child_leaves_is_found(entry: Path) -> None:
@@ -56,10 +58,11 @@ def test_what_another_process_holds_is_its_own_until_it_ends(entry: Path, strang
 def test_a_folder_with_the_id_of_another_process_is_that_ones(stranger: int) -> None:
     before = shared_entries()
     theirs, mine = (SHARED / f"folder_{pid}_of_a_test" for pid in (stranger, os.getpid()))
-    for folder in (theirs, mine):
+    counted = SHARED / f"folder_{os.getpid()}_{stranger}"  # a counter, which happens to be that id
+    for folder in (theirs, mine, counted):
         folder.mkdir()
     try:
-        assert left_since(before) & {theirs.name, mine.name} == {mine.name}
+        assert left_since(before) & {theirs.name, mine.name, counted.name} == {mine.name, counted.name}
     finally:
-        theirs.rmdir()
-        mine.rmdir()
+        for folder in (theirs, mine, counted):
+            folder.rmdir()
