@@ -48,6 +48,8 @@ class BackgroundSave:
         except RuntimeError as error:
             logger.warning("%s: %s is written while training waits", error, self.folder)
             self._run(state, options)
+            if not isinstance(self._error, Exception | None):  # Ctrl-C, which was the caller's
+                raise self._error from None
 
     @property
     def done(self) -> bool:

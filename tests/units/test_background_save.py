@@ -84,6 +84,19 @@ def test_without_a_thread_it_is_written_all_the_same(
     assert f"can't start new thread: {tmp_path / 'saved'} is written while training waits" in caplog.text
 
 
+def test_without_a_thread_ctrl_c_is_the_caller_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(checkpoint_folder, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        BackgroundSave(tmp_path / "saved", {"x": 1})
+
+
 def test_its_error_is_logged_and_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "saved").mkdir()
     with caplog.at_level(logging.ERROR, logger="zenflow"):
