@@ -45,8 +45,8 @@ def check_settings(config: DiagnoseConfig) -> None:
         return
     if isinstance(engine, PeerEngine):
         raise InputError(
-            f"engine={engine.peer.name} is another project's, and does not say where its time goes. Allowed: "
-            "engine=zero_offload or engine=adamw, or adamw_offload."
+            f"engine={engine.peer.name} is another project's and does not say where its time goes. Allowed: "
+            "engine=zero_offload, adamw or adamw_offload."
         )
     for name, allowed in (("topk_ratio", 0), ("update_interval", 1), ("overlap_step", False)):
         if (value := getattr(engine, name)) != allowed:

@@ -32,7 +32,8 @@ def check_settings(config: LocalityConfig) -> None:
     """Errors: InputError naming a setting, its value and what is allowed."""
     if isinstance(config.engine, PeerEngine):
         raise InputError(
-            f"engine={config.engine.peer.name} takes the gradients away before they can be watched; allowed: any other."
+            f"engine={config.engine.peer.name} is another project's and takes the gradients away before they can be "
+            "watched. Allowed: engine=zenflow, zero_offload, adamw, adamw_offload or simulated."
         )
     chosen = config.locality
     shares, lags = list(chosen.shares), list(chosen.lags)
