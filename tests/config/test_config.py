@@ -63,7 +63,7 @@ BAD = {
 
 GOOD = {
     "topk_ratio": [0, 1, 0.0, 1.0, 0.05, "auto", np.float32(0.5), np.int64(1)],
-    "update_interval": [1, 4, "auto", np.int32(16), 10**6],
+    "update_interval": [1, 4, "auto", np.int32(16), 2**24 - 1],
     "select_strategy": ["auto", "step"],
     "select_interval": [1, 100, "auto", np.uint8(8)],
     "steps_per_epoch": [None, 1, np.int64(1000)],

@@ -17,6 +17,7 @@ from torch import nn
 from experiments.train import CONF
 from tests.commands import BRIEF
 from tests.experiments.interrupted import signal_after
+from tests.house.test_imports import in_fresh_interpreter
 from zenflow.cores import affinities
 from zenflow.report.settings import PEERS, engine_of, key, task_of
 from zenflow.training import peers
@@ -186,8 +187,6 @@ def test_resume_auto_begins_again_and_leaves_what_is_finished(command, doubles):
 
 
 def test_no_package_is_imported_before_an_engine_is_built(tmp_path):
-    from tests.house.test_imports import in_fresh_interpreter
-
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("torchao", "deepspeed")))

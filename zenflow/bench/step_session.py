@@ -13,7 +13,7 @@ from pathlib import Path
 from zenflow.bench import picture, tables
 from zenflow.bench.children import run_job
 from zenflow.bench.figures import Row, compare, without_ratios
-from zenflow.bench.registry import CONTESTANTS, Job
+from zenflow.bench.registry import CONTESTANTS, TRACED_WINDOWS, Job
 from zenflow.bench.session import Session
 from zenflow.trace_view import describe, overlap_summary, read_events, render
 
@@ -75,7 +75,7 @@ class StepSession(Session):
         heading = self.heading(f"Step times: {job}", "RATIOS")
         text = tables.report(rows, heading)
         if self._overlaps:
-            text += "\n## Traces\n\nThree windows after the timed ones; files and pictures are in traces.\n\n"
+            text += f"\n## Traces\n\n{TRACED_WINDOWS} windows after the timed ones; files and pictures in traces/.\n\n"
             text += "\n\n".join(self._overlaps) + "\n"
         (self.folder / "step.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "step.csv")

@@ -318,19 +318,19 @@ def check_masters(engine: EngineConfig, dtype: str) -> None:
         )
 
 
+def adamw_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """As `torch.optim.AdamW` takes them."""
+    betas = (optimizer.beta1, optimizer.beta2)
+    return {"lr": optimizer.lr, "betas": betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay}
+
+
 def build_engine(model: nn.Module, engine: EngineConfig, optimizer: OptimizerConfig, steps_per_epoch: int) -> Engine:
     """The engine that `engine` asks for, on this model's parameters; a worker process may start here."""
     if isinstance(engine, PeerEngine):
         from zenflow.training.peers import build_peer
 
         return build_peer(model, engine, optimizer)
-    params = model.parameters()
-    settings = {
-        "lr": optimizer.lr,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-    }
+    params, settings = model.parameters(), adamw_settings(optimizer)
     if isinstance(engine, AdamWEngine) and engine.offload:
         from zenflow.training.cpu_adamw import OffloadedAdamW
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow.cores import affinities, own_cpus, set_affinities
-from zenflow.training.engines import Engine, Report
+from zenflow.training.engines import Engine, Report, adamw_settings
 from zenflow.training.errors import InputError
 from zenflow.training.schema import (
     DeepSpeedZenFlowEngine,
@@ -193,12 +193,6 @@ def deepspeed_config(
     }
     if zenflow is not None:
         zero["zenflow"] = {"select_strategy": "step", **zenflow}
-    adamw = {
-        "lr": optimizer.lr,
-        "betas": [optimizer.beta1, optimizer.beta2],
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -206,7 +200,7 @@ def deepspeed_config(
         "bf16": {"enabled": dtype is torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "AdamW", "params": adamw},
+        "optimizer": {"type": "AdamW", "params": adamw_settings(optimizer)},
     }
 
 
@@ -214,10 +208,7 @@ def build_peer(model: nn.Module, engine: PeerEngine, optimizer: OptimizerConfig)
     """The engine that `engine` asks for; it takes the model, and what it needs of the machine."""
     name = engine.peer.name
     if engine.peer is Peer.torchao_offload:
-        betas = (optimizer.beta1, optimizer.beta2)
-        return TorchAO(
-            model, name, lr=optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
-        )
+        return TorchAO(model, name, **adamw_settings(optimizer))
     zenflow = None
     if isinstance(engine, DeepSpeedZenFlowEngine):
         zenflow = {key: value for key, value in plain(engine).items() if key != "peer"}
