@@ -19,6 +19,6 @@ def show(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        log.warning("the table cannot be printed (%s)", error.strerror)
+        log.warning("the result cannot be printed (%s)", error.strerror)
         # What could not be written would be tried once more at the process's end, and change its exit code.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -173,7 +173,7 @@ def test_a_run_that_nobody_can_watch_any_more_ends_well(tmp_path):
     done = subprocess.run(["sh", "-c", *shell, *arguments], env=ENVIRONMENT, cwd=ROOT, timeout=300)
     log = (tmp_path / "train.log").read_text()
     assert done.returncode == 0, log
-    assert "the table cannot be printed (No space left on device)" in log and "everything is in" in log
+    assert "the result cannot be printed (No space left on device)" in log and "everything is in" in log
     assert (tmp_path / "loss.png").exists()
 
 
