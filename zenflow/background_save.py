@@ -68,4 +68,4 @@ class BackgroundSave:
             checkpoint_folder.save(self.folder, state, **options)
         except BaseException as error:
             self._error = error
-            logger.error("no checkpoint %s: %s", self.folder, error)
+            logger.error("no checkpoint %s: %s", self.folder, str(error) or repr(error))

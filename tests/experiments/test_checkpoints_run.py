@@ -113,7 +113,7 @@ def test_memory_that_the_system_refuses_ends_no_training(command, words, monkeyp
 
     def refused(*_: object, **__: object) -> None:
         if moment == "written":
-            raise MemoryError("refused")
+            raise MemoryError  # which says nothing
         torch.empty(1 << 50, dtype=torch.uint8)
 
     monkeypatch.setattr(*{
@@ -121,7 +121,10 @@ def test_memory_that_the_system_refuses_ends_no_training(command, words, monkeyp
         "written": (background_save.checkpoint_folder, "save", refused),
     }[moment])  # fmt: skip
     run = command(*words, *ZENFLOW, "checkpoint_every=5")
-    said = {"copied": r"can't allocate memory: you tried to allocate \d+ bytes", "written": "refused"}[moment]
+    said = {
+        "copied": r"can't allocate memory: you tried to allocate \d+ bytes",
+        "written": "the host has no memory left. Training goes on",
+    }[moment]
     assert run.code == 0 and len(re.findall(f"NOT SAVED: {said}", run.out)) == 2
     assert all_of(run.folder) == []
 

@@ -177,6 +177,15 @@ def test_a_run_that_nobody_can_watch_any_more_ends_well(tmp_path):
     assert (tmp_path / "loss.png").exists()
 
 
+def test_a_host_without_memory_is_named_by_the_command_where_python_says_nothing(command, monkeypatch):
+    def refused(config):
+        raise MemoryError
+
+    monkeypatch.setattr(run, "prepare", refused)
+    outcome = command(*BRIEF, "engine=adamw")
+    assert outcome.code == 1 and outcome.err.endswith("the host has no memory left")
+
+
 def test_a_folder_that_holds_a_run_is_refused_and_unchanged(command):
     first = command(*BRIEF, "engine=adamw")
     before = {path: path.read_bytes() for path in first.folder.iterdir()}

@@ -19,7 +19,7 @@ from zenflow.background_save import BackgroundSave
 from zenflow.checkpoint_folder import CheckpointError, Manifest, load, read_manifest
 from zenflow.disk import sync
 from zenflow.signals import Stopped, StopRequest
-from zenflow.training.errors import InputError
+from zenflow.training.errors import InputError, said
 
 log = logging.getLogger(__name__)
 FOLDER = "checkpoints"
@@ -174,7 +174,7 @@ class Keeper:
 
     def _tell(self, error: OSError | MemoryError) -> None:
         latest = next((folder.name for folder in all_of(self._run)), "none")
-        log.error("NOT SAVED: %s. Training goes on; the latest checkpoint is %s", error, latest)
+        log.error("NOT SAVED: %s. Training goes on; the latest checkpoint is %s", said(error), latest)
 
     def _stop(self, step: int) -> None:
         assert self._request.number is not None
@@ -185,7 +185,7 @@ class Keeper:
             self._save(step, last=True)
             saved = self._settle()
         except Exception as error:  # the disk, or a CPU process that the same signal has ended
-            log.error("NOT SAVED: %s", error)
+            log.error("NOT SAVED: %s", said(error))
             saved = False
         raise Stopped(self._request.number, f"interrupted by {name} after step {step:,}, {self._outlook(saved)}")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow.disk import DiskFullError
 from zenflow.signals import exit_code
-from zenflow.training.errors import InputError
+from zenflow.training.errors import InputError, said
 from zenflow.training.schema import (
     AdamWEngine,
     DeepSpeedZenFlowEngine,
@@ -119,8 +119,10 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
     except Exception as error:
         known = isinstance(error, (InputError, MemoryError, DiskFullError))
         if sweep:
-            raise JobFailed(f"{folder}: {error if known else f'{error!r}, with its traceback in the log'}") from error
-        sys.exit(f"{name}: {error}" if known else 1)
+            raise JobFailed(
+                f"{folder}: {said(error) if known else f'{error!r}, with its traceback in the log'}"
+            ) from error
+        sys.exit(f"{name}: {said(error)}" if known else 1)
 
 
 def _with_variant(cfg: DictConfig, *, part_of_sweep: bool) -> DictConfig:

@@ -12,6 +12,11 @@ class InputError(ValueError):
     """Something the user gave cannot be used: one sentence naming the value and what is allowed."""
 
 
+def said(error: BaseException) -> str:
+    """What it says; Python's own MemoryError says nothing."""
+    return str(error) or ("the host has no memory left" if isinstance(error, MemoryError) else repr(error))
+
+
 @contextmanager
 def errors_logged(log: logging.Logger, what: str, folder: Path, *, part_of_sweep: bool) -> Iterator[None]:
     """Errors go on after they are in the log: an InputError of a sweep's job as its sentence, others with a traceback.
