@@ -214,7 +214,8 @@ def _spawn(control: int, header: int, output: int, shared_cores: bool) -> subpro
 def _environment(shared_cores: bool) -> dict[str, str]:
     """This process's environment; thread settings meant for the trainer's cores are left out."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    folders = [Path(find_spec(name).origin).parent.parent for name in ("zenflow.ring", "zenflow_kernels.numerics")]
+    # Where this process found what the worker needs: a script may have named folders in which no interpreter looks.
+    folders = [Path(find_spec(name).origin).parent.parent for name in ("zenflow", "zenflow_kernels", "numpy", "torch")]
     installed = {Path(folder) for folder in (*site.getsitepackages(), site.getusersitepackages())}
     added = [str(folder) for folder in dict.fromkeys(folders) if folder not in installed]
     env["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, [env.get("PYTHONPATH")])])

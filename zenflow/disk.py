@@ -14,7 +14,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(OSError):
-    """There is no room for a file or folder: says how many bytes it needs and how many are available."""
+    """There is no room for a file or folder: says how many bytes it needs and how many are available.
+
+    Where these would do, the disk's inodes may have run out: says how many are free, now that nothing is left of it.
+    """
 
 
 def check_room(path: Path, needed: int) -> None:
@@ -38,7 +41,11 @@ def room_for(path: Path, needed: int) -> Iterator[None]:
 
 
 def _too_full(number: int, path: Path, needed: int, available: int) -> DiskFullError:
-    return DiskFullError(number, f"no room: {needed:,} bytes needed, {available:,} available", str(path))
+    said = f"no room: {needed:,} bytes needed, {available:,} available"
+    disk = os.statvfs(path.parent)
+    if number == errno.ENOSPC and needed <= available and disk.f_files:  # some file systems have no fixed number
+        said += f"; of {disk.f_files:,} inodes {disk.f_favail:,} are free"
+    return DiskFullError(number, said, str(path))
 
 
 @contextmanager

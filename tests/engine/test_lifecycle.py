@@ -258,6 +258,36 @@ def test_e16_a_script_without_a_main_guard_trains_once(ending: str, tmp_path: Pa
         assert done.stderr == ""
 
 
+PATHS = """
+import sys
+sys.path += {folders}
+import os, torch
+from zenflow import ZenFlow
+weight = torch.nn.Parameter(torch.ones(8, 12))
+with ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, worker_threads=1) as engine:
+    for _ in range(3):
+        weight.grad = torch.ones(8, 12)
+        engine.step()
+"""
+
+
+def test_the_worker_finds_its_packages_where_the_script_says(tmp_path: Path) -> None:
+    """In an environment without any; nothing that lies beside the script is taken for a module."""
+    script = tmp_path / "script" / "train.py"
+    script.parent.mkdir()
+    (script.parent / "sitecustomize.py").write_text("open('imported', 'w')")
+    (script.parent / "socket.py").write_text("")
+    script.write_text(PATHS.format(folders=[entry for entry in sys.path if entry]))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True, timeout=300)
+    done = subprocess.run(
+        [str(tmp_path / "bare" / "bin" / "python"), "-P", str(script)],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists()
+
+
 def test_copies_and_pickles_are_refused(device: str, build: Builder) -> None:
     engine = build(make_parameters(device=device), topk_ratio=0.3)
     with pytest.raises(TypeError, match="state_dict|copied|copy"):
