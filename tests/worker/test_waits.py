@@ -49,6 +49,7 @@ ENDS = {
     ("trace", "_align"): "as finish_copies",
     ("training/metrics", "read"): "as finish_copies",
     ("training/checkpoints", "_settle"): "for the thread that writes files",
+    ("training/peers", "__exit__"): "for a process that has been sent SIGKILL",
 }
 
 

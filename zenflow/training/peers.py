@@ -153,7 +153,7 @@ class DeepSpeed(PeerRun):
         with self._process:
             updating = getattr(self._engine.optimizer, "process", None)
             if updating is not None:  # which `destroy` leaves running
-                updating.terminate()
+                updating.kill()
                 updating.join()
             self._engine.destroy()
             self._engine = self._master = None
