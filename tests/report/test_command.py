@@ -219,6 +219,15 @@ import zenflow.report.__main__
     assert (tmp_path / "out" / "report.md").exists()
 
 
+def test_a_report_is_made_where_nothing_can_be_printed(sweep, tmp_path):
+    arguments = [sys.executable, "-m", "zenflow.report", sweep, "--out", tmp_path / "out"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(arguments, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "cannot be printed (No space left on device)" in done.stderr
+    assert (tmp_path / "out" / "report.md").exists()
+
+
 def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S)

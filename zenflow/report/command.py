@@ -14,6 +14,7 @@ from zenflow.report.runs import LeftOut, Run, find, read
 from zenflow.report.settings import parse_overrides
 from zenflow.report.study import Study, studies
 from zenflow.report.tables import group_rows, report_text, run_rows, study_text
+from zenflow.terminal import show
 from zenflow.training.errors import InputError
 
 HELP = """\
@@ -43,10 +44,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.exit(
             f"zenflow-report: {error.filename} cannot be written ({error.strerror}); give another folder as --out."
         )
-    print(text)
+    show(text)
     if not draws:
-        print("No pictures: matplotlib is not installed (the extra `plot`).")
-    print(f"Everything is in {args.out}.")
+        show("No pictures: matplotlib is not installed (the extra `plot`).")
+    show(f"Everything is in {args.out}.")
     if not runs:
         print(f"zenflow-report: none of {len(left_out)} runs is whole; report.md says why.", file=sys.stderr)
     return 0 if runs else 1
