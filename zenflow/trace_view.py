@@ -132,6 +132,11 @@ def describe(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def describe_file(path: str | os.PathLike[str]) -> str:
+    """What the trace in a file shows, for people. Errors: ValueError if it is none."""
+    return describe(overlap_summary(read_events(path)))
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.2f} ms"
 
@@ -254,7 +259,7 @@ def main(arguments: list[str]) -> None:
         sys.exit("usage: python -m zenflow.trace trace.json [out.png]")
     picture = Path(arguments[1]) if len(arguments) == 2 else Path(arguments[0]).with_suffix(".png")
     try:
-        print(describe(overlap_summary(read_events(arguments[0]))))
+        print(describe_file(arguments[0]))
         render(arguments[0], picture)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(f"zenflow.trace: {error}")

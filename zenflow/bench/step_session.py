@@ -15,7 +15,7 @@ from zenflow.bench.children import run_job
 from zenflow.bench.figures import Row, compare, without_ratios
 from zenflow.bench.registry import CONTESTANTS, TRACED_WINDOWS, Job
 from zenflow.bench.session import Session
-from zenflow.trace_view import describe, overlap_summary, read_events, render
+from zenflow.trace_view import describe_file, render
 
 
 class StepSession(Session):
@@ -44,8 +44,7 @@ class StepSession(Session):
         path.parent.mkdir(exist_ok=True)
         result = self.run(replace(job, trace=str(path)))
         if "error" not in result:
-            shown = describe(overlap_summary(read_events(path)))
-            self._overlaps.append(f"### {job.label}\n\n```\n{shown}\n```")
+            self._overlaps.append(f"### {job.label}\n\n```\n{describe_file(path)}\n```")
             try:
                 render(path, path.with_suffix(".png"))
             except ImportError as error:

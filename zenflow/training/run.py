@@ -21,7 +21,7 @@ from zenflow.folder_lock import locked
 from zenflow.report.settings import ADAMWS, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.terminal import show
-from zenflow.trace_view import describe, overlap_summary, read_events, render
+from zenflow.trace_view import describe_file, render
 from zenflow.training.checkpoints import Keeper, forget_after
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
@@ -342,6 +342,6 @@ def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history:
 
 
 def _show_trace(trace: Path, draws: bool) -> None:
-    log.info("%s\n%s", trace.name, describe(overlap_summary(read_events(trace))))
+    log.info("%s\n%s", trace.name, describe_file(trace))
     if draws:
         render(trace, trace.with_suffix(".png"))
