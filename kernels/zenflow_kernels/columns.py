@@ -52,6 +52,7 @@ def step_columns(
             # A share has several rows only where a row is shorter than a tile, so 32 bits hold r * cols.
             dense = r * cols.to(tl.int32) + tl.load(channel_ptr + c, mask=mask, other=0)  # [BLOCK]
             g = scale_gradient(tl.load(grad_share_ptr + dense, mask=mask, other=0.0), inv_scale, clip)
+            old = tl.load(weight_ptr + dense, mask=mask, other=0.0)
             p = tl.load(master_ptr + offs, mask=mask, other=0.0)
             m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
             v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
@@ -61,5 +62,9 @@ def step_columns(
             tl.store(exp_avg_ptr + offs, m, mask=mask)
             tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
             tl.store(master_ptr + offs, p, mask=mask)
-            tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
+            # A sector that is written in part is read first in any case, and most rounded weights do not change in a
+            # step: so they are read here, and only those whose bits change are written.
+            new = p.to(WEIGHT_DTYPE)
+            changed = new.to(tl.int16, bitcast=True) != old.to(tl.int16, bitcast=True)
+            tl.store(weight_ptr + dense, new, mask=mask & changed)
         begin = end
