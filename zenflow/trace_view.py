@@ -148,12 +148,20 @@ def render(path_json: str | os.PathLike[str], path_png: str | os.PathLike[str]) 
     matplotlib (the extra `plot`), ValueError for what is no trace.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError("drawing a trace needs matplotlib: pip install 'zenflow-triton[plot]'") from error
-    spans = spans_of(read_events(path_json))
+    draw(read_events(path_json)).savefig(path_png, dpi=150)
+
+
+def draw(events: list[dict[str, Any]]) -> Any:
+    """The picture as a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    spans = spans_of(events)
     busy, idle, stalls = _compute(spans)
     windows, view = _choose(spans[COMPUTE])
+    waits = _clip(idle, view)
     figure = Figure(figsize=(12, 1.5 + 0.6 * len(spans)), layout="constrained")
     axis = figure.subplots()
     axis.set_xlim(0, (view[1] - view[0]) / 1e3)
@@ -169,8 +177,8 @@ def render(path_json: str | os.PathLike[str], path_png: str | os.PathLike[str]) 
             if name != COMPUTE or span["name"] != STALL:
                 color = COLORS.get(name, OTHER)
                 shade = _lighter(color) if span["args"].get("window", 0) % 2 else color
-                _bar(axis, lane, span["name"], _clip(_intervals([span]), view), view, shade)
-    waits = _clip(idle, view)
+                covered = waits if name == COMPUTE else []
+                _bar(axis, lane, span["name"], _clip(_intervals([span]), view), covered, view, shade)
     _draw_waits(axis, list(spans).index(COMPUTE), waits, _union(stalls), view)
     for number, begin in windows:
         axis.axvline((begin - view[0]) / 1e3, color=TEXT, linewidth=0.8)
@@ -179,7 +187,7 @@ def render(path_json: str | os.PathLike[str], path_png: str | os.PathLike[str]) 
     axis.set_title(title, loc="left", fontsize=12, color=TEXT)
     if windows:
         axis.set_title("light and dark: windows in turn", loc="right", fontsize=9, color=SOFT)
-    figure.savefig(path_png, dpi=150)
+    return figure
 
 
 def _choose(spans: list[dict[str, Any]]) -> tuple[list[tuple[int, float]], Interval]:
@@ -214,15 +222,17 @@ def _name_lane(axis, lane: int, name: str, own: list[Interval], busy: list[Inter
     axis.text(-0.01, lane + 0.17, figure, fontsize=8, color=SOFT, **place)
 
 
-def _bar(axis, lane: int, name: str, place: list[Interval], view: Interval, color: str) -> None:
-    """One span, with its name where that fits."""
+def _bar(
+    axis, lane: int, name: str, place: list[Interval], covered: list[Interval], view: Interval, color: str
+) -> None:
+    """One span, with its name in the widest part of it that nothing covers, if it fits there."""
     for start, stop in place:
         left, width = (start - view[0]) / 1e3, (stop - start) / 1e3
         axis.broken_barh([(left, width)], (lane - 0.32, 0.64), facecolors=color, edgecolors="white", linewidth=0.4)
-        if (stop - start) / (view[1] - view[0]) * TEXT_WIDTH > len(name) + 1:
-            axis.text(
-                left + width / 2, lane, name, ha="center", va="center", fontsize=7.5, color=_ink(color), clip_on=True
-            )
+        free = max(_without([(start, stop)], covered), key=lambda part: part[1] - part[0], default=(start, start))
+        if (free[1] - free[0]) / (view[1] - view[0]) * TEXT_WIDTH > len(name) + 1:
+            middle = ((free[0] + free[1]) / 2 - view[0]) / 1e3
+            axis.text(middle, lane, name, ha="center", va="center", fontsize=7.5, color=_ink(color), clip_on=True)
 
 
 def _draw_waits(axis, lane: int, waits: list[Interval], stalls: list[Interval], view: Interval) -> None:

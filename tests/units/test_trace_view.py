@@ -13,7 +13,7 @@ import pytest
 
 from tests.units.timing import CPU, events_of
 from zenflow.trace import Tracer, overlap_summary, render
-from zenflow.trace_view import _clip, _length, _union, _without, describe, main, read_events
+from zenflow.trace_view import TEXT, _clip, _length, _union, _without, describe, draw, main, read_events, spans_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,6 +124,55 @@ def test_a_picture_comes_out(tmp_path: Path, windows: int, numbered: bool) -> No
     small_trace(tmp_path / "t.json", windows, numbered)
     render(tmp_path / "t.json", tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def stalled(*stalls: tuple[int, int]) -> list[dict]:
+    """Two windows, the first dark and the second light: a step of 100 ms with these stalls (ms) in each."""
+    tracer = Tracer(CPU)
+    for window in (0, 1):
+        begin = 10**9 + window * 100_000_000
+        tracer.host_span("GPU compute", "optimizer step", begin, begin + 100_000_000, window=window)
+        for start, stop in stalls:
+            tracer.host_span("GPU compute", "stall", begin + start * 10**6, begin + stop * 10**6, window=window)
+        tracer.host_span("CPU optimizer", "bucket 0", begin, begin + 100_000_000, window=window)
+    return tracer._events()
+
+
+@pytest.mark.parametrize(
+    ("stalls", "middles"),
+    [
+        ([], [50, 150]),
+        ([(4, 100)], []),
+        ([(0, 50)], [75, 175]),
+        ([(40, 100)], [20, 120]),
+        ([(10, 20), (70, 71)], [45, 145]),
+        ([(20, 80)], [10, 110]),
+        ([(18, 90)], [9, 109]),
+        ([(17, 84)], []),
+    ],
+    ids=["none", "all but the start", "first half", "the rest", "two", "middle", "just room", "no room beside it"],
+)
+def test_a_name_is_where_no_stall_covers_it_or_not_there(stalls, middles) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    events = stalled(*stalls)
+    figure = draw(events)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    names = [text for text in axis.texts if text.get_text() == "optimizer step"]
+    assert [text.get_position()[0] for text in names] == pytest.approx(middles)
+    assert {text.get_color() for text in names} == ({"white", TEXT} if middles else set())
+    boxes = [text.get_window_extent(renderer).transformed(axis.transData.inverted()) for text in names]
+    begin = min(span["ts"] for span in spans_of(events)["GPU compute"])
+    waits = [(span["ts"] - begin) / 1e3 for span in spans_of(events)["GPU compute"] if span["name"] == "stall"]
+    ends = [
+        (span["ts"] + span["dur"] - begin) / 1e3 for span in spans_of(events)["GPU compute"] if span["name"] == "stall"
+    ]
+    for box in boxes:
+        assert not [stall for stall in zip(waits, ends, strict=True) if box.x0 < stall[1] and stall[0] < box.x1]
+    assert sum(text.get_text() == "bucket 0" for text in axis.texts) == 2, "other tracks are drawn over nothing"
 
 
 def test_without_matplotlib_the_error_says_what_to_install(
