@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -15,8 +14,7 @@ from matplotlib.text import Text
 
 from tests.report.making import make
 from zenflow.report import breakdown, curves, heat_map, pareto, scores
-from zenflow.report.figures import Curve, validation_line
-from zenflow.report.look import PALETTE, in_lines, paint, plain_ticks, spread_out
+from zenflow.report.look import PALETTE, in_lines, paint, plain_ticks
 from zenflow.report.pictures import STEMS, draw
 from zenflow.report.runs import read
 from zenflow.report.study import Study, studies
@@ -36,7 +34,7 @@ def cell(k: float, u: int, loss: float, **more) -> dict:
 
 
 def base(loss: float, **more) -> dict:
-    return {"losses": {0: 4.0, 4: loss}, "engine": {}, **more}
+    return {"losses": {0: 4.0, 4: loss}, "engine": {}} | more
 
 
 def texts(figure) -> list[str]:
@@ -172,41 +170,19 @@ def test_of_many_points_those_have_names_that_stand_out_or_are_on_the_front(tmp_
     assert "grey without a name: 6 more settings" in figure.get_supxlabel().replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("heights", "expected"),
-    [
-        ([0.5], [0.5]),
-        ([0.2, 0.8], [0.2, 0.8]),
-        ([0.5, 0.5], [0.45, 0.55]),
-        ([0.4, 0.5, 0.5], [0.4 - 1 / 30, 0.4 + 2 / 30, 0.4 + 5 / 30]),
-        ([0.0, 0.0], [0.0, 0.1]),
-        ([1.0, 1.0, 1.0], [0.8, 0.9, 1.0]),
-    ],
-)
-def test_labels_move_apart_and_stay_inside(heights, expected):
-    assert spread_out(heights, 0.1) == pytest.approx(expected)
-
-
-def test_differences_are_taken_at_every_point_of_either_line():
-    first = Curve(np.array([0, 2, 4]), np.array([4.0, 2.0, 2.0]), None)
-    second = Curve(np.array([0, 3, 5]), np.array([4.0, 3.0, 1.0]), np.array([0.0, 0.3, 0.3]))
-    lines = [curves.Named("base", first, None, is_base=True), curves.Named("other", second, None, is_base=False)]
-    same, found = curves.differences(lines)
-    assert set(same.curve.mean.tolist()) == {0.0} and same.curve.x.tolist() == [0, 2, 4]
-    assert found.curve.x.tolist() == [0, 2, 3, 4]
-    assert found.curve.mean == pytest.approx([0.0, 100 * (10 / 3 / 2 - 1), 50.0, 0.0])
-    assert found.curve.std == pytest.approx([0.0, 10.0, 15.0, 15.0])
-
-
-@pytest.mark.parametrize(("seeds", "std"), [((0, 1), 0.0), ((0, 2), 100 * 2**0.5 / 3)], ids=["same", "other"])
-def test_a_band_of_differences_leaves_out_what_the_seeds_share(tmp_path, seeds, std):
-    """Both are at 2 and 4 after four steps: seed by seed they do not differ."""
-    bases = [base(loss, seed=seed) for loss, seed in ((2.0, 0), (4.0, 1))]
-    others = [cell(0.1, 4, loss, seed=seed) for loss, seed in zip((2.0, 4.0), seeds, strict=True)]
-    study = study_of(tmp_path, *bases, *others)
-    lines = curves.named_curves(study, lambda run: validation_line(run, False))
-    _, other = curves.differences(lines)
-    assert other.curve.mean.tolist() == [0.0, 0.0] and other.curve.std == pytest.approx([0.0, std])
+def test_a_point_keeps_zenflow_s_name_where_a_sweep_calls_others_of_its_engines_otherwise(tmp_path):
+    for names in (("zenflow", "stagger"), ("zenflow", "adamw")):
+        runs = [
+            cell(0.1, 4, 2.0 + lr, optimizer__lr=lr, job=[f"engine={name}", f"optimizer.lr={lr}"], engine__upload=name)
+            if name != "adamw"
+            else base(2.0 + lr, optimizer__lr=lr, job=[f"engine={name}", f"optimizer.lr={lr}"])
+            for name in names
+            for lr in (0.1, 0.2)
+        ]
+        _, figure = pareto.draw(study_of(tmp_path / names[1], *runs))
+        written = {text.replace("\n", " ") for text in texts(figure) if text}
+        short = "" if names[1] == "adamw" else "zenflow, "
+        assert written == {f"{short}lr 0.1", f"{short}lr 0.2", f"{names[1]}, lr 0.1", f"{names[1]}, lr 0.2"}
 
 
 def test_the_baseline_and_each_engine_s_best_stand_out(tmp_path):
@@ -219,12 +195,6 @@ def test_the_baseline_and_each_engine_s_best_stand_out(tmp_path):
     assert len({color for color, _ in looks.values()}) == len(looks)
     _, figure = curves.draw(study, over_seconds=False)
     assert {text for text in texts(figure) if text} == set(looks)
-
-
-def test_a_wide_range_of_losses_makes_a_logarithmic_axis(tmp_path):
-    study = study_of(tmp_path, {"losses": {0: 8.0, 2: 1.0, 4: 0.1}}, {"losses": {0: 8.0, 2: 2.0, 4: 1.0}, "engine": {}})
-    _, figure = curves.draw(study, over_seconds=False)
-    assert [axis.get_yscale() for axis in figure.axes] == ["linear", "log", "linear"]
 
 
 def test_bars_add_up_to_the_step(tmp_path):

@@ -15,6 +15,7 @@ from zenflow.report.figures import Curve, mean_curve, training_line, validation_
 from zenflow.report.look import (
     GREY_LINE,
     QUIET,
+    WIDE_RATIO,
     WIDTH,
     entitle,
     is_wide,
@@ -22,6 +23,7 @@ from zenflow.report.look import (
     more_settings,
     paint,
     plain_log,
+    rows_height,
     seeds_note,
     usual_note,
 )
@@ -32,13 +34,15 @@ UNITS = ((1, "ms", 1e-3), (300, "s", 1), (3 * 3600, "min", 60), (float("inf"), "
 MOST_MARKERS = 12  # on one line
 FEW = 4  # lines, of which the bands may be strong
 HEIGHT = 2.6  # inches of a row
+LOG_RATIO = 4  # of the highest to the lowest loss, from which the start would flatten the rest of a linear axis
 
 
 @dataclass(frozen=True)
 class Named:
     """A setting's curve and its look: colour and marker, None for grey; whether it is the baseline's.
 
-    lines: x and y of its runs by their seeds, in the curve's units; of runs that have each seed once.
+    lines: x and y of its runs by their seeds, in the curve's units; of runs that have each seed once. first: where all
+    of its runs have their second point.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Named:
     look: tuple[str, str] | None
     is_base: bool
     lines: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    first: float = 0.0
 
 
 def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
@@ -60,14 +65,16 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     training = named_curves(study, lambda run: training_line(run, over_seconds), scale)
     validation = named_curves(study, lambda run: validation_line(run, over_seconds), scale)
     differs = study.baseline is not None and len(study.settings) > 1
-    figure = Figure(figsize=(WIDTH, HEIGHT * (1 + differs) + 0.4), layout="constrained")
-    rows = figure.subfigures(1 + differs, 1, squeeze=False)[:, 0]
+    heights = [HEIGHT] * differs + [rows_height([c.name for c in validation if c.look is not None], HEIGHT)]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
+    rows = figure.subfigures(1 + differs, 1, squeeze=False, height_ratios=heights)[:, 0]
     above = rows[0].subplots(1, 2)
     panels = [(above[0], "training loss (running mean)", training), (above[1], "validation loss", validation)]
     if differs:
-        panels.append((rows[1].subplots(), f"validation loss above {study.base_name} (%)", differences(validation)))
+        lines = differences(validation, from_first=over_seconds)
+        panels.append((rows[1].subplots(), f"validation loss above {study.base_name} (%)", lines))
     for axis, label, curves in panels:
-        plot_lines(axis, curves, markers=not over_seconds)
+        plot_lines(axis, curves, markers=not over_seconds, log_ratio=LOG_RATIO)
         axis.set_ylabel(label)
         axis.set_xlabel(f"training time ({unit})" if over_seconds else "step")
         if not over_seconds:
@@ -79,6 +86,8 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     if over_seconds and len(study.settings) > 1:
         above[1].axvline(study.seconds / scale, color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
         notes.append("dotted: the shortest run's end, where losses are compared")
+        if differs:
+            notes.append("below: from where both have been evaluated after the start")
     if grey := sum(curve.look is None for curve in validation):
         notes.append(f"grey: {more_settings(grey)}")
     entitle(figure, title, notes + usual_note(study))
@@ -99,19 +108,23 @@ def named_curves(study: Study, line: Callable[[Run], tuple[Any, Any]], scale: fl
         curve = Curve(curve.x / scale, curve.mean, curve.std)
         scaled = [(np.asarray(x) / scale, y) for x, y in lines]
         by_seed = dict(zip(setting.seeds, scaled, strict=True)) if len(set(setting.seeds)) == len(lines) else {}
-        named.append(Named(setting.label, curve, looks.get(setting.name), setting is study.baseline, by_seed))
+        first = max(float(x[min(1, len(x) - 1)]) for x, _ in scaled)
+        named.append(Named(setting.label, curve, looks.get(setting.name), setting is study.baseline, by_seed, first))
     return named
 
 
-def differences(curves: Sequence[Named]) -> list[Named]:
+def differences(curves: Sequence[Named], *, from_first: bool = False) -> list[Named]:
     """The same curves in percent above the baseline's mean, over the part of x that it has too.
 
-    Bands are those of the differences seed by seed; where the seeds are others, of the curve itself.
+    Bands are those of the differences seed by seed; where the seeds are others, of the curve itself. from_first: begin
+    where both have been evaluated after the start, before which the loss falls too fast to be a straight line.
     """
     (reference,) = (named for named in curves if named.is_base)
     base, result = reference.curve, []
     for named in curves:
         first, last = max(named.curve.x[0], base.x[0]), min(named.curve.x[-1], base.x[-1])
+        if from_first and max(named.first, reference.first) < last:
+            first = max(named.first, reference.first, first)
         x = np.unique(np.clip(np.concatenate([named.curve.x, base.x]), first, last))
         below = np.interp(x, base.x, base.mean)
         mean = 100 * (np.interp(x, named.curve.x, named.curve.mean) / below - 1)
@@ -125,8 +138,11 @@ def differences(curves: Sequence[Named]) -> list[Named]:
     return result
 
 
-def plot_lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
-    """Means and bands: grey ones below, the baseline dashed on top, so that a line under it is still seen."""
+def plot_lines(axis: Axes, curves: Sequence[Named], markers: bool, log_ratio: float = WIDE_RATIO) -> None:
+    """Means and bands: grey ones below, the baseline dashed on top, so that a line under it is still seen.
+
+    log_ratio: of the highest to the lowest mean, from which the axis is logarithmic.
+    """
     strong = sum(named.look is not None for named in curves) <= FEW
     for named in curves:
         x, mean, std = named.curve.x, named.curve.mean, named.curve.std
@@ -142,5 +158,5 @@ def plot_lines(axis: Axes, curves: Sequence[Named], markers: bool) -> None:
             axis.fill_between(
                 x, mean - std, mean + std, color=color, alpha=0.18 if strong else 0.09, linewidth=0, zorder=2
             )
-    if is_wide([float(value) for named in curves for value in named.curve.mean]):
+    if is_wide([float(value) for named in curves for value in named.curve.mean], log_ratio):
         plain_log(axis)

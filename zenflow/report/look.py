@@ -55,6 +55,7 @@ SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 CANDIDATES = [(distance, right, up) for distance in (7, 14, 22, 32, 44, 60) for right, up in SIDES]
 PADDING = 2  # pixels around a name
 OUT_WEIGHS = 10  # times what a name covers
+LINE_HEIGHT = 0.075  # of a line of text at the lines' ends, as a share of a row's axes
 WIDE_RATIO = 10  # of the largest to the smallest value, from which an axis is logarithmic
 
 
@@ -64,9 +65,9 @@ def page(height: float, rows: int = 1, columns: int = 1, width: float = WIDTH) -
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def is_wide(values: Sequence[float]) -> bool:
+def is_wide(values: Sequence[float], ratio: float = WIDE_RATIO) -> bool:
     """Whether positive values span so much that a linear axis would hide the small ones."""
-    return min(values) > 0 and max(values) / min(values) >= WIDE_RATIO
+    return min(values) > 0 and max(values) / min(values) >= ratio
 
 
 def plain_log(axis: Axes) -> None:
@@ -144,18 +145,24 @@ def halo(width: float = 2.5) -> list[Any]:
     return [withStroke(linewidth=width, foreground="white")]
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]], line_height: float = 0.062) -> None:
+def rows_height(names: Sequence[str], height: float) -> float:
+    """What a row of so many inches must have for all of the names at its lines' ends, one above the other."""
+    return height * max(1.0, LINE_HEIGHT * sum(1 + in_lines(name).count("\n") for name in names))
+
+
+def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Names at the right of the axes, for lines that end at (x, y): (name, x, y, colour), moved apart where needed.
 
-    `line_height` is a line of text's height as a share of the axes'. The limits of the axes must not change any more.
+    The limits of the axes must not change any more, nor much their height; it is that of `rows_height`.
     """
+    line_height = LINE_HEIGHT / rows_height([name for name, *_ in ends], 1.0)
     places = []
-    broken = [(in_lines(name), *end) for name, *end in ends]
-    line_height *= 1 + max((name.count("\n") for name, *_ in broken), default=0)
-    for name, x, y, color in broken:
-        places.append((axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1], name, x, y, color))
+    for name, x, y, color in ends:
+        place = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1]
+        places.append((place, in_lines(name), x, y, color))
     places.sort(key=lambda place: place[0])
-    heights = spread_out([place[0] for place in places], line_height)
+    sizes = [line_height * (1 + name.count("\n")) for _, name, *_ in places]
+    heights = spread_out([place[0] for place in places], sizes, line_height)
     for height, (_, name, x, y, color) in zip(heights, places, strict=True):
         axis.annotate(
             name,
@@ -178,19 +185,24 @@ def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]], line_h
         )
 
 
-def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, moved as little as they must be to lie `gap` apart and, if they can, between 0 and 1."""
-    groups: list[tuple[float, int]] = []  # mean and count of heights that touch
-    for height in heights:
-        groups.append((height, 1))
-        while len(groups) > 1:
+def spread_out(heights: Sequence[float], sizes: Sequence[float], over: float) -> list[float]:
+    """Ascending middles of things of these sizes, moved as little as they must be not to overlap.
+
+    If they can, they lie between 0 and 1, with at most half of `over` outside.
+    """
+    if not sizes:
+        return []
+    gaps = [0.0, *((one + other) / 2 for one, other in pairwise(sizes))]
+    above = [float(total) for total in np.cumsum(gaps)]  # how far each lies above the first where all touch
+    groups: list[tuple[float, int]] = []  # the first one's place and the count of things that touch
+    for height, distance in zip(heights, above, strict=True):
+        groups.append((height - distance, 1))
+        while len(groups) > 1 and groups[-1][0] < groups[-2][0]:
             (low, some), (high, more) = groups[-2:]
-            if high - low >= gap * (some + more) / 2:
-                break
             groups[-2:] = [((low * some + high * more) / (some + more), some + more)]
-    free = [mean + gap * (place - (count - 1) / 2) for mean, count in groups for place in range(count)]
-    below_top = [min(height, 1 - gap * place) for place, height in enumerate(reversed(free))][::-1]
-    return [max(height, gap * place) for place, height in enumerate(below_top)]
+    free = [place for place, count in groups for _ in range(count)]
+    low, high = (sizes[0] - over) / 2, 1 - (sizes[-1] - over) / 2 - above[-1]
+    return [max(min(place, high), low) + distance for place, distance in zip(free, above, strict=True)]
 
 
 def label_points(

@@ -56,7 +56,7 @@ def draw(study: Study) -> tuple[str, Any]:
         axis.errorbar(speed, loss, xerr=across or None, yerr=upwards or None, fmt=marker, **style)
         bars.append((across, upwards))
         named = everyone or index in best or setting.name in looks
-        labels.append((_short(setting) if named else "", speed, loss, FAINT if color == QUIET else color))
+        labels.append((_short(setting, study) if named else "", speed, loss, FAINT if color == QUIET else color))
     if is_wide([speed for speed, _ in points]):
         axis.set_xscale("log")
     axis.margins(0.16, 0.14)
@@ -81,11 +81,12 @@ def _draw_front(axis: Axes, corners: Sequence[tuple[float, float]]) -> list[tupl
     return [corner for here, there in pairwise(corners) for corner in (here, (here[0], there[1]), there)]
 
 
-def _short(setting: Setting) -> str:
-    """Without the engine where there is more to say: most points of a sweep are ZenFlow's."""
-    return setting.label.removeprefix(f"{ZENFLOW}, ")
+def _short(setting: Setting, study: Study) -> str:
+    """Without the engine where there is more to say: most points of a sweep are ZenFlow's, if none has another name."""
+    renamed = any(other.engine != other.values["engine"] for other in study.settings)
+    return setting.label if renamed else setting.label.removeprefix(f"{ZENFLOW}, ")
 
 
 def _unnamed(study: Study) -> str:
-    shortened = any(_short(setting) != setting.label for setting in study.settings)
+    shortened = any(_short(setting, study) != setting.label for setting in study.settings)
     return "; without an engine's name: ZenFlow" if shortened else ""

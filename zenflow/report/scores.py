@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from zenflow.report.curves import HEIGHT, named_curves, plot_lines
 from zenflow.report.figures import score_line, score_names
-from zenflow.report.look import WIDTH, entitle, label_ends, more_settings, seeds_note, usual_note
+from zenflow.report.look import WIDTH, entitle, label_ends, more_settings, rows_height, seeds_note, usual_note
 from zenflow.report.study import Study
 
 COLUMNS = 2
@@ -25,10 +25,11 @@ def draw(study: Study) -> tuple[str, Any] | None:
         return None
     title = f"Scores on the held-out samples: {study.title}"
     rows, columns = -(-len(names) // COLUMNS), min(COLUMNS, len(names))
-    figure = Figure(figsize=(WIDTH, HEIGHT * rows + 0.4), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for name, axis in zip(names, panels, strict=False):
-        curves = named_curves(study, lambda run, name=name: score_line(run, name))
+    lines = [named_curves(study, lambda run, name=name: score_line(run, name)) for name in names]
+    heights = [HEIGHT] * (rows - 1) + [rows_height([c.name for c in lines[-1] if c.look is not None], HEIGHT)]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat)
+    for name, axis, curves in zip(names, panels, lines, strict=False):
         plot_lines(axis, curves, markers=True)
         axis.set(xlabel="step", ylabel=f"validation {name}")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
