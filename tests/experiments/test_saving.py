@@ -312,8 +312,9 @@ def test_a_long_run_stands_beside_offloads_that_follow_adamw_on_both_corpora(com
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-4)
     command("experiment=rules", *words[1:], model, "engine=adamw", folder=tmp_path / "out" / "torch")
     found = studies([read(folder) for folder in find([tmp_path / "out"])], [], {})
-    delays = [setting.name for study in found for setting in study.settings if "visible_after" in setting.name]
-    assert len(delays) == 1 and "visible_after 1" in delays[0]  # the others have the usual one
+    delays = [setting for study in found for setting in study.settings if "visible_after" in setting.fields]
+    assert [setting.name for setting in delays] == ["predicted"]  # the others have the usual one
+    assert "visible_after 1" in delays[0].fields
     assert [len(study.settings) for study in found] in ([1, 6], [6, 1])  # another folder of headers is another task
 
 

@@ -94,7 +94,7 @@ def test_the_sweep_runs_by_one_command_and_a_report_puts_rules_beside_adamw(comm
     assert study.baseline.name == "adamw"
     assert [setting.name for setting in study.settings] == [
         "adamw",
-        "simulated, stagger false, delay_compensation 0",
+        "simulated, U 4",
         "simulated, stagger true, delay_compensation 9",
     ]
 

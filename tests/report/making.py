@@ -103,14 +103,26 @@ def make(
     totals: dict[str, Any] | None = None,
     scores: dict[str, dict[int, float]] | None = None,
     train: Callable[[int], float] = lambda step: 1.0,
+    job: Sequence[str] | None = None,
     **changes: Any,
 ) -> Path:
-    """A whole run of CONFIG with `changes` in `folder`."""
+    """A whole run of CONFIG with `changes` in `folder`; of a sweep that varied `job`."""
     configuration = config(**changes)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(configuration, indent=2))
     write_lines(folder, lines(configuration, losses, seconds, scores, train))
     (folder / "summary.json").write_text(json.dumps(summary(**(totals or {}))))
+    if job is not None:
+        (folder / "job.json").write_text(json.dumps({"sweep": "made", "job": 0, "overrides": list(job)}))
+    return folder
+
+
+def end_early(folder: Path, last: int) -> Path:
+    """The run as a signal leaves it after the step `last`."""
+    written = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    write_lines(folder, [line for line in written if line["step"] <= last])
+    (folder / "summary.json").unlink()
+    (folder / "train.log").write_text(log_line("WARNING", f"interrupted by SIGTERM after step {last}"))
     return folder
 
 

@@ -1,5 +1,6 @@
 """`zenflow-report`: tables and pictures from the folders that `zenflow-train` leaves.
 
-`runs` reads a folder, `settings` says what differs, `figures` has the arithmetic, `study` puts runs of one model and
-data side by side; `tables` and the drawing files write. Neither torch nor Hydra is needed; matplotlib for pictures.
+`runs` reads a folder, `settings` says what differs, `names` how that is called, `figures` has the arithmetic, `split`
+says which runs are compared and `study` puts them side by side; `tables` and the drawing files write. Neither torch nor
+Hydra is needed; matplotlib for pictures.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from zenflow.report.files import remove_others, write, write_csv
 from zenflow.report.pictures import STEMS, SUFFIXES, draw
 from zenflow.report.runs import LeftOut, Run, find, read
 from zenflow.report.settings import parse_overrides
+from zenflow.report.split import with_machines
 from zenflow.report.study import Study, studies
 from zenflow.report.tables import group_rows, report_text, run_rows, study_text
 from zenflow.terminal import show
@@ -23,6 +24,8 @@ run), groups.csv (a row a setting: runs that differ in the seed alone) and, wher
 
   zenflow-report runs
   zenflow-report runs/sweep runs/adamw --out paper --baseline engine=adamw --baseline optimizer.lr=5e-5
+  zenflow-report runs/sweep --split optimizer.lr
+  zenflow-report runs/sweep --steps 900
 """
 
 
@@ -31,8 +34,8 @@ def main(words: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(words)
     draws = find_spec("matplotlib") is not None
     try:
-        runs, left_out = _read(args.folders)
-        found = studies(runs, left_out, parse_overrides(args.baseline))
+        runs, left_out = _read(args.folders, args.steps)
+        found = studies(runs, left_out, parse_overrides(args.baseline), args.split)
         args.out.mkdir(parents=True, exist_ok=True)
         text = report_text(found, _sections(found, args.out, draws), left_out)
         write(args.out / "report.md", text)
@@ -49,7 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
         show("No pictures: matplotlib is not installed (the extra `plot`).")
     show(f"Everything is in {args.out}.")
     if not runs:
-        print(f"zenflow-report: none of {len(left_out)} runs is whole; report.md says why.", file=sys.stderr)
+        wanted = "is whole" if args.steps is None else f"can be compared after {args.steps:,} steps"
+        print(f"zenflow-report: none of {len(left_out)} runs {wanted}; report.md says why.", file=sys.stderr)
     return 0 if runs else 1
 
 
@@ -66,13 +70,32 @@ def _parser() -> ArgumentParser:
         metavar="KEY=VALUE",
         help="a value of the setting that the others are compared with; may be repeated (default: the best AdamW)",
     )
+    parser.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="make a comparison for each value of this setting, with a baseline of its own; may be repeated",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="N",
+        help="compare after N steps: of every run that came so far, finished or not, what follows them is left out",
+    )
     return parser
 
 
-def _read(folders: Sequence[Path]) -> tuple[list[Run], list[LeftOut]]:
-    read_ones = [read(folder) for folder in find(folders)]
+def _steps(word: str) -> int:
+    if not (word.isdecimal() and int(word) > 0):
+        raise ArgumentTypeError(f"{word} is no number of steps; allowed: 1 or more.")
+    return int(word)
+
+
+def _read(folders: Sequence[Path], upto: int | None) -> tuple[list[Run], list[LeftOut]]:
+    read_ones = [read(folder, upto) for folder in find(folders)]
     runs = [run for run in read_ones if isinstance(run, Run)]
-    return runs, [run for run in read_ones if isinstance(run, LeftOut)]
+    return with_machines(runs), [run for run in read_ones if isinstance(run, LeftOut)]
 
 
 def _sections(found: Sequence[Study], out: Path, draws: bool) -> list[str]:

@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 from zenflow.report import settings
 from zenflow.report.look import INK, entitle, page
+from zenflow.report.names import field_names
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
 from zenflow.report.tables import difference, time_words
@@ -40,7 +41,7 @@ def grids(study: Study) -> list[Grid]:
     groups = [group for group in together.values() if _is_grid(group)]
     rests = [{name: value for name, value in group[0].values.items() if name not in (K, U)} for group in groups]
     keys = settings.differing(rests) if len(rests) > 1 else []
-    names = settings.named(rests, keys) if keys else [""] * len(rests)
+    names = [str(name) for name in field_names(rests, keys)] if keys else [""] * len(rests)
     return [_grid(name, group) for name, group in zip(names, groups, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """Run folders as `zenflow-train` leaves them: found, read, and either whole or left out with the reason.
 
 A whole run has config.json (every `auto` resolved), summary.json and, in metrics.jsonl, all of its steps and its last
-evaluation. Nothing in them says where the folder lies, so it may have been moved.
+evaluation. Nothing in them says where the folder lies, so it may have been moved. Up to a number of steps that it has
+made an unfinished run is as good as a whole one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.training.errors import InputError
+from zenflow.training.sweep import overrides_of
 
 CONFIG, METRICS, SUMMARY, LOG = "config.json", "metrics.jsonl", "summary.json", "train.log"
 LOOKED_FOR = f"folders with {METRICS} and {CONFIG}, as zenflow-train writes them"
 ENGINE_PART = ("compute_seconds", "optimizer_seconds", "selection_seconds", "stall_seconds", "host_wait_seconds")
+MACHINE = ("device", "torch")
+STALL = "stall_seconds_per_step"
 TOTALS = ("stall_share", "m_to_host_per_step", "m_to_device_per_step", "worker_busy_share", "skipped_steps")
 HELD_OUT = "validation_"  # before the names of what an evaluation gives
 _LOG_LINE = re.compile(r"^\[[^]]*\]\[([\w.]+)\]\[(\w+)\] - (.*)", flags=re.M)
@@ -28,12 +32,17 @@ _LOG_LINE = re.compile(r"^\[[^]]*\]\[([\w.]+)\]\[(\w+)\] - (.*)", flags=re.M)
 
 @dataclass(frozen=True)
 class Step:
-    """A step's line: its training loss, real tokens, own seconds, and what the engine said of it (None if nothing)."""
+    """A step's line: its training loss, real tokens, own seconds, and what the engine said of it (None if nothing).
+
+    busy_seconds: the CPU process's work; skipped: the steps skipped so far. None where a line does not say it.
+    """
 
     loss: float
     tokens: int
     seconds: float
     engine: dict[str, float] | None
+    busy_seconds: float | None = None
+    skipped: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """A whole run. `steps` holds step 1 first and each once; `evaluations` are in the order of their steps."""
+    """A whole run, or one up to a number of steps. `steps` holds step 1 first and each once.
+
+    `evaluations` are in the order of their steps. `overrides` are what its sweep varied, None if it was no job of one.
+    `upto` is that number, None of a whole one; `unfinished` says how far a run came that did not end, and `made` the
+    steps that it made.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -59,6 +73,10 @@ class Run:
     steps: list[Step]
     evaluations: list[Evaluation]
     repeated: int  # lines of steps that a later line replaced: a resumed run goes through some steps twice
+    overrides: tuple[str, ...] | None = None
+    upto: int | None = None
+    unfinished: str | None = None
+    made: int = 0
 
     @property
     def seconds(self) -> float:
@@ -73,6 +91,7 @@ class LeftOut:
     folder: Path
     reason: str
     config: dict[str, Any] | None = None
+    overrides: tuple[str, ...] | None = None
 
 
 class _Unusable(Exception):
@@ -116,21 +135,45 @@ def _is_run(folder: Path, files: Iterable[str]) -> bool:
     return LOG in files and any(_log_lines(folder))
 
 
-def read(folder: Path) -> Run | LeftOut:
-    """The run in `folder`, or why it cannot be used. Never an exception for what the files hold."""
-    config = None
+def read(folder: Path, upto: int | None = None) -> Run | LeftOut:
+    """The run in `folder`, or why it cannot be used. Never an exception for what the files hold.
+
+    upto: take its first steps alone, whether it ended or not.
+    """
+    config, overrides = None, overrides_of(folder)
     try:
         config = _config(folder)
         steps, evaluations, repeated = _metrics(folder)
-        _require_whole(folder, config, steps, evaluations)
-        summary = _summary(folder)
-        whole = [steps[number] for number in range(1, config["steps"] + 1)]
+        _require_sound(config, steps, evaluations)
+        unfinished = _unfinished(folder, config, steps, evaluations)
+        if upto is not None:
+            _require_reached(upto, config, steps, evaluations, unfinished)
+        elif unfinished:
+            raise _Unusable(unfinished)
+        last = upto or config["steps"]
+        whole = [steps[number] for number in range(1, last + 1)]
         ends = [0.0, *accumulate(step.seconds for step in whole)]
-        placed = [Evaluation(step, ends[step], *evaluations[step]) for step in sorted(evaluations)]
+        placed = [Evaluation(step, ends[step], *evaluations[step]) for step in sorted(evaluations) if step <= last]
+        summary = {} if unfinished else _summary(folder)
+        if upto is not None:
+            summary = {name: summary.get(name) for name in MACHINE} | _totals(whole)
         _require_finite(placed)
-        return Run(folder, config, summary, whole, placed, repeated)
+        return Run(folder, config, summary, whole, placed, repeated, overrides, upto, unfinished, len(steps))
     except _Unusable as reason:
-        return LeftOut(folder, str(reason), config)
+        return LeftOut(folder, str(reason), config, overrides)
+
+
+def _totals(steps: Sequence[Step]) -> dict[str, float | None]:
+    """What a summary would say of these steps alone, as far as their lines tell; the weights' bytes are in none."""
+    engine = [step.engine for step in steps if step.engine is not None]
+    busy = [step.busy_seconds for step in steps if step.busy_seconds is not None]
+    skipped = [step.skipped for step in steps if step.skipped is not None]
+    seconds = sum(step.seconds for step in steps)
+    return dict.fromkeys((*TOTALS, STALL)) | {
+        "stall_share": sum(part["stall_seconds"] for part in engine) / seconds if engine else None,
+        "worker_busy_share": sum(busy) / seconds if busy else None,
+        "skipped_steps": skipped[-1] if skipped else None,
+    }
 
 
 def _text(path: Path) -> str:
@@ -169,11 +212,9 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """summary.json with None for a total that it lacks: it is written last, so without it the run did not end."""
-    if not (folder / SUMMARY).exists():
-        raise _Unusable(f"unfinished: all steps, but no {SUMMARY}; {_error_in_log(folder) or _NO_ERROR}")
+    """summary.json with None for a total that it lacks."""
     summary = _object(folder / SUMMARY)
-    for name in (*TOTALS, "stall_seconds_per_step"):
+    for name in (*TOTALS, STALL):
         summary.setdefault(name, None)
         if summary[name] is not None and not _is_number(summary[name]):
             raise _Unusable(f"{SUMMARY} is damaged: {name} is {summary[name]!r}")
@@ -218,7 +259,8 @@ def _step(line: dict[str, Any]) -> Step:
     loss, tokens, seconds = (_number(line, name) for name in ("loss", "batch_tokens", "seconds"))
     if not 0 < seconds < math.inf:
         raise ValueError("seconds")
-    return Step(loss, tokens, seconds, engine)
+    more = (_number(line, name) if name in line else None for name in ("worker_busy_seconds", "skipped_steps"))
+    return Step(loss, tokens, seconds, engine, *more)
 
 
 def _evaluation(line: dict[str, Any]) -> tuple[float, dict[str, float]]:
@@ -229,19 +271,39 @@ def _evaluation(line: dict[str, Any]) -> tuple[float, dict[str, float]]:
 _NO_ERROR = "no error in its log (still running, or killed)"
 
 
-def _require_whole(folder: Path, config: dict[str, Any], steps: dict[int, Step], evaluations: dict) -> None:
+def _require_sound(config: dict[str, Any], steps: dict[int, Step], evaluations: dict) -> None:
     wanted = config["steps"]
-    missing = [number for number in range(1, wanted + 1) if number not in steps]
     strangers = [number for number in (*steps, *evaluations) if not 0 <= number <= wanted]
     if strangers:
         raise _Unusable(f"{METRICS} is damaged: step {strangers[0]} of a run of {wanted}")
-    if missing and max(steps, default=0) > missing[0]:
-        raise _Unusable(f"{METRICS} is damaged: step {missing[0]} is missing")
-    if missing:
-        reason = _error_in_log(folder)
-        raise _Unusable(f"unfinished: {len(steps)} of {wanted} steps; {reason or _NO_ERROR}")
-    if wanted not in evaluations:
-        raise _Unusable(f"unfinished: no evaluation after step {wanted}; {_error_in_log(folder) or _NO_ERROR}")
+    hole = next(number for number in range(1, wanted + 2) if number not in steps)
+    if max(steps, default=0) > hole:
+        raise _Unusable(f"{METRICS} is damaged: step {hole} is missing")
+
+
+def _unfinished(folder: Path, config: dict[str, Any], steps: dict[int, Step], evaluations: dict) -> str | None:
+    """How far a run came that did not end, and why; None for a whole one. Its summary is written last."""
+    wanted = config["steps"]
+    if len(steps) < wanted:
+        state = f"{len(steps)} of {wanted} steps"
+    elif wanted not in evaluations:
+        state = f"no evaluation after step {wanted}"
+    elif not (folder / SUMMARY).exists():
+        state = f"all steps, but no {SUMMARY}"
+    else:
+        return None
+    return f"unfinished: {state}; {_error_in_log(folder) or _NO_ERROR}"
+
+
+def _require_reached(
+    upto: int, config: dict[str, Any], steps: dict[int, Step], evaluations: dict, unfinished: str | None
+) -> None:
+    """Whether there is something to compare after so many steps."""
+    if len(steps) < upto:
+        raise _Unusable(unfinished or f"ended after its {config['steps']} steps, before step {upto}")
+    if upto not in evaluations:
+        known = ", ".join(str(step) for step in sorted(evaluations) if step) or "none"
+        raise _Unusable(f"no evaluation after step {upto}; there are those after {known}")
 
 
 def _require_finite(evaluations: list[Evaluation]) -> None:

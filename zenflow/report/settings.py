@@ -1,4 +1,4 @@
-"""What a run was set to, from its resolved configuration: which runs are one setting, and how settings are called.
+"""What a run was set to, from its resolved configuration: which runs are one setting, and in what settings differ.
 
 A setting is everything that bears on the result or its speed, except the seed and torch's threads: not the run's name,
 what it saves, its plot or its tracking. The machine (summary.json) is part of it. A task is the model and the data:
@@ -7,7 +7,6 @@ within it losses may be compared.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -27,14 +26,12 @@ ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engin
 # Which no other engine has.
 SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
 DELAY = "engine.visible_after"
-SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
     *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "engine.peer", "device"),
     *("threads", "save_model", "checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
-LONG = 30  # characters, from which on a name is too long for a picture
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
@@ -127,10 +124,11 @@ def differing(settings: Sequence[Values]) -> list[str]:
     """
     names = dict.fromkeys(name for values in settings for name in values)
     ordered = sorted(names, key=lambda name: not name.startswith("engine"))
-    return [name for name in ordered if len({_value(values, name) for values in settings if _has(values, name)}) > 1]
+    return [name for name in ordered if len({value_of(values, name) for values in settings if has(values, name)}) > 1]
 
 
-def _has(values: Values, name: str) -> bool:
+def has(values: Values, name: str) -> bool:
+    """Whether a setting is one that a key says something about: AdamW's has none of the engine's."""
     if not name.startswith("engine."):
         return (name, values.get("engine")) != ("model.dtype", ADAMW_BF16)  # the name says it
     if values["engine"] in (SIMULATED, *PEERS):
@@ -140,92 +138,20 @@ def _has(values: Values, name: str) -> bool:
     return not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
 
 
-def _value(values: Values, name: str) -> Hashable:
+def value_of(values: Values, name: str) -> Hashable:
+    """What a setting has under a key; NOT_RECORDED where the run was made before there was one."""
     return values.get(name, NOT_RECORDED)
-
-
-def named(settings: Sequence[Values], keys: Sequence[str], usual: Values | None = None) -> list[str]:
-    """Each setting by its values of `keys`, as "zenflow, k 0.05, U 4"; the engine alone where nothing differs.
-
-    usual: values that go without saying.
-    """
-    short, usual = _short_names(keys), usual or {}
-    names = []
-    for values in settings:
-        parts = [str(values["engine"])] if "engine" in keys or not keys else []
-        for name in keys:
-            if name == DELAY and name not in values:
-                continue  # it follows from the others
-            if name in usual and _value(values, name) == usual[name]:
-                continue
-            if name != "engine" and _has(values, name):
-                others = {_value(other, name) for other in settings}
-                word = _shown(_value(values, name), others)
-                parts.append(word if name == "machine" else f"{short[name]} {word}")
-        names.append(", ".join(parts) or str(values["engine"]))
-    return names
-
-
-def brief(settings: Sequence[Values], keys: Sequence[str]) -> tuple[list[str], str]:
-    """Names for a picture, and what they leave out: of long ones the values that most settings have.
-
-    They are as distinct as the full names, which they are where these are short enough.
-    """
-    full = named(settings, keys)
-    if max(map(len, full)) <= LONG:
-        return full, ""
-    usual: Values = {}
-    for name in keys:
-        if name not in ("engine", "machine", DELAY, *SYMBOLS):
-            shown = [_value(values, name) for values in settings if _has(values, name)]
-            usual[name] = max(shown, key=shown.count)
-    short = named(settings, keys, usual)
-    if len(set(short)) < len(short):
-        return full, ""
-    words, everyone = _short_names(keys), settings
-    told = [
-        f"{words[name]} {_shown(value, {_value(other, name) for other in everyone})}" for name, value in usual.items()
-    ]
-    return short, ", ".join(told)
-
-
-def details(values: Values, others: Sequence[Values]) -> list[str]:
-    """What tells a task from others of the same name, as "path one/text.txt"."""
-    keys = differing(others)
-    short = _short_names(keys)
-    return [f"{short[name]} {_shown(_value(values, name), {_value(other, name) for other in others})}" for name in keys]
-
-
-def _short_names(keys: Sequence[str]) -> dict[str, str]:
-    lasts = [name.rpartition(".")[2] for name in keys]
-    return {
-        name: SYMBOLS.get(name, last if lasts.count(last) == 1 else name)
-        for name, last in zip(keys, lasts, strict=True)
-    }
-
-
-def _shown(value: Hashable, others: set[Hashable]) -> str:
-    """A value in few characters; of a path as many last parts as tell it from the others."""
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    if isinstance(value, str):
-        if "/" not in value:
-            return value
-        parts, rivals = value.split("/"), [other.split("/") for other in others if isinstance(other, str)]
-        for count in range(1, len(parts) + 1):
-            if sum(rival[-count:] == parts[-count:] for rival in rivals) == 1:
-                return "/".join(parts[-count:])
-    return json.dumps(value)
 
 
 def order(values: Values, keys: Sequence[str]) -> list[tuple[int, float, str]]:
     """A sort key: AdamW, synchronous offload, other projects' offloads, ZenFlow, simulations; numbers by size."""
     kinds = (*ADAMWS, ZERO_OFFLOAD, *PEERS, ZENFLOW, SIMULATED)
-    places: list[tuple[int, float, str]] = [(0, kinds.index(values["engine"]), "")]
-    for name in keys:
-        value = _value(values, name)
-        places.append((0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value)))
-    return places
+    return [(0, kinds.index(values["engine"]), ""), *(place_of(value_of(values, name)) for name in keys)]
+
+
+def place_of(value: Hashable) -> tuple[int, float, str]:
+    """A value's sort key: numbers by size, then words."""
+    return (0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value))
 
 
 def parse_overrides(words: Sequence[str]) -> Values:
@@ -235,11 +161,12 @@ def parse_overrides(words: Sequence[str]) -> Values:
         name, equals, text = word.partition("=")
         if not (name and equals and text):
             raise InputError(f"baseline {word!r} is no setting; allowed: KEY=VALUE, as engine=adamw.")
-        wanted[name] = _parsed(text)
+        wanted[name] = parsed(text)
     return wanted
 
 
-def _parsed(text: str) -> Hashable:
+def parsed(text: str) -> Hashable:
+    """A value as it is written on a command line."""
     if text.lower() in (words := {"true": True, "false": False, "null": None}):
         return words[text.lower()]
     for kind in (int, float):

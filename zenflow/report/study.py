@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zenflow.report import settings
+from zenflow.report import names, settings
 from zenflow.report.figures import (
     Spread,
     equal_seconds,
@@ -19,14 +19,19 @@ from zenflow.report.figures import (
 from zenflow.report.figures import spread as spread_of
 from zenflow.report.runs import LeftOut, Run
 from zenflow.report.settings import ADAMW, Values
+from zenflow.report.split import Part, parts_of
 from zenflow.training.errors import InputError
+
+NOT_IN_LINES = "Traffic in M and stalls between two steps, which only a summary holds, are left out."
 
 
 @dataclass(eq=False)
 class Setting:
     """Runs that differ in the seed alone. `figures` are those of its runs, `spreads` their means, under equal names.
 
-    `label` is the name in a picture, which is shorter where names are long (`Study.usual`).
+    `label` is the name in a picture, which is shorter where names are long (`Study.usual`). `fields` is the name by the
+    fields in which the settings differ, which `name` is, too, unless the sweep's overrides say it shorter; `engine` is
+    the engine as `name` calls it.
     `vs_steps` and `vs_seconds`: percent by which the mean validation loss lies above the baseline's, at equal steps and
     at equal training time; None without a baseline. `pairs` are the same differences seed by seed, where both have the
     same seeds, under the figures' names.
@@ -42,6 +47,14 @@ class Setting:
     vs_seconds: float | None = None
     pairs: dict[str, Spread | None] = field(default_factory=dict)
     label: str = ""
+    fields: str = ""
+    engine: str = ""
+
+    @property
+    def overrides(self) -> Values | None:
+        """What its runs' sweeps varied for it; None if that is not the same for all, or not known."""
+        given = [names.parse(run.overrides) for run in self.runs]
+        return given[0] if all(one == given[0] for one in given) else None
 
     @property
     def seeds(self) -> list[int]:
@@ -77,49 +90,37 @@ class Study:
         return "AdamW" if self.baseline.values["engine"] == ADAMW else f"“{self.baseline.label}”"
 
 
-def studies(runs: Sequence[Run], left_out: Sequence[LeftOut], baseline: Values) -> list[Study]:
-    """One study for each task, sorted by title. `baseline` are the wanted values; with none it is an AdamW setting.
+def studies(
+    runs: Sequence[Run], left_out: Sequence[LeftOut], baseline: Values, split: Sequence[str] = ()
+) -> list[Study]:
+    """One study for each task and each value of the `split` keys, sorted by title and value.
 
-    Errors: InputError if `baseline` fits no setting of any study, or several of one.
+    `baseline` are the wanted values; with none it is an AdamW setting. Errors: InputError if `baseline` fits no setting
+    of any study, or several of one; for a key of `split` that no run has.
     """
-    tasks: dict[Hashable, list[Run]] = {}
-    for run in runs:
-        tasks.setdefault(settings.key(settings.task_of(run.config)), []).append(run)
-    found = [_study(title, members, left_out) for title, members in zip(_titles(tasks), tasks.values(), strict=True)]
+    found = [_study(part, left_out) for part in parts_of(runs, split)]
     for study in found:
         study.asked = bool(baseline)
         _compare(study, _asked_for(study, baseline) if baseline else _best_adamw(study))
     if baseline and found and not any(study.baseline for study in found):
         raise InputError(_no_baseline(found, baseline))
-    return sorted(found, key=lambda study: study.title)
+    return found
 
 
-def _titles(tasks: dict[Hashable, list[Run]]) -> list[str]:
-    """The names of the tasks; where two have the same, with what differs between these."""
-    configs = [members[0].config for members in tasks.values()]
-    names = [settings.task_name(config) for config in configs]
-    titles = []
-    for name, config in zip(names, configs, strict=True):
-        rivals = [settings.task_of(other) for other, same in zip(configs, names, strict=True) if same == name]
-        mine = settings.task_of(config)
-        detail = settings.details(mine, rivals)
-        titles.append(", ".join([name, *detail]))
-    return titles
-
-
-def _study(title: str, runs: list[Run], left_out: Sequence[LeftOut]) -> Study:
-    grouped: dict[Hashable, tuple[Values, list[Run]]] = {}
-    for run in runs:
+def _study(part: Part, left_out: Sequence[LeftOut]) -> Study:
+    grouped: dict[Hashable, Setting] = {}
+    for run in part.runs:
         values = settings.setting_of(run.config, run.summary.get("device"))
-        grouped.setdefault(settings.key(values), (values, []))[1].append(run)
-    all_values = [values for values, _ in grouped.values()]
+        grouped.setdefault(settings.key(values), Setting("", values, [])).runs.append(run)
+    members = list(grouped.values())
+    all_values = [setting.values for setting in members]
     keys = settings.differing(all_values)
-    names = settings.named(all_values, keys)
-    labels, usual = settings.brief(all_values, keys)
-    members = [
-        Setting(name, *pair, label=label) for name, label, pair in zip(names, labels, grouped.values(), strict=True)
-    ]
-    study = Study(title, keys, members, equal_step(runs), equal_seconds(runs), usual=usual)
+    fields = names.field_names(all_values, keys)
+    short = names.override_names(all_values, keys, [setting.overrides for setting in members])
+    labels, usual = names.brief(fields) if short is None else names.brief(short, silent=True)
+    for setting, name, full, label in zip(members, short or fields, fields, labels, strict=True):
+        setting.name, setting.engine, setting.fields, setting.label = str(name), name.engine, str(full), label
+    study = Study(part.title, keys, members, equal_step(part.runs), equal_seconds(part.runs), usual=usual)
     study.settings.sort(key=lambda setting: settings.order(setting.values, keys))
     for setting in study.settings:
         setting.runs.sort(key=lambda run: run.config["seed"])
@@ -127,7 +128,7 @@ def _study(title: str, runs: list[Run], left_out: Sequence[LeftOut]) -> Study:
         setting.figures = [_figures(run, study) for run in setting.runs]
         known = dict.fromkeys(name for figures in setting.figures for name in figures)
         setting.spreads = {name: spread_of([figures.get(name) for figures in setting.figures]) for name in known}
-    study.notes = _notes(study, runs)
+    study.notes = [*part.notes, *_notes(study, part.runs)]
     return study
 
 
@@ -183,7 +184,8 @@ def _best_adamw(study: Study) -> Setting | None:
 
 
 def _asked_for(study: Study, wanted: Values) -> Setting | None:
-    fitting = [setting for setting in study.settings if settings.matches(setting.values, wanted)]
+    fitting = [setting for setting in study.settings if settings.matches(_as_called(setting), wanted)]
+    fitting = fitting or [setting for setting in study.settings if settings.matches(setting.values, wanted)]
     if len(fitting) > 1:
         names = "; ".join(setting.name for setting in fitting)
         raise InputError(
@@ -195,25 +197,32 @@ def _asked_for(study: Study, wanted: Values) -> Setting | None:
     return fitting[0] if fitting else None
 
 
+def _as_called(setting: Setting) -> Values:
+    return setting.values | {"engine": setting.engine}
+
+
 def _words(wanted: Values) -> str:
     return " ".join(f"{name}={value}" for name, value in wanted.items())
 
 
 def _no_baseline(found: Sequence[Study], wanted: Values) -> str:
     """What is allowed: the values that there are of the first key that does not fit."""
-    present = [setting.values for study in found for setting in study.settings]
+    members = [setting for study in found for setting in study.settings]
+    present = [*map(_as_called, members), *(setting.values for setting in members)]
     for name, value in wanted.items():
         if not any(settings.matches(values, {name: value}) for values in present):
             known = dict.fromkeys(str(values[name]) for values in present if name in values)
             keys = dict.fromkeys(key for study in found for key in study.keys)
             allowed = f"{name} of {', '.join(known)}" if known else f"a key of {', '.join(keys) or 'engine'}"
             return f"baseline {name}={value} fits no run; allowed: {allowed}."
-    names = "; ".join(setting.name for study in found for setting in study.settings)
-    return f"baseline {_words(wanted)} fits no run as a whole; allowed: one of {names}."
+    allowed = "; ".join(dict.fromkeys(setting.name for setting in members))
+    return f"baseline {_words(wanted)} fits no run as a whole; allowed: one of {allowed}."
 
 
 def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
     notes = []
+    if (upto := runs[0].upto) is not None:
+        notes.append(f"{_whose(runs)}; all figures are of the first {upto:,} steps, as --steps asks. {NOT_IN_LINES}")
     if study.step is None:
         notes.append("There is no step after which all runs were evaluated: nothing is compared at equal steps.")
     if len({run.config["steps"] for run in runs}) > 1:
@@ -222,7 +231,7 @@ def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
         if twice := sorted({seed for seed in setting.seeds if setting.seeds.count(seed) > 1}):
             words = ", ".join(map(str, twice))
             notes.append(f"“{setting.name}” has seed {words} more than once: its spread is not one of seeds.")
-    versions = sorted({_word(run.summary.get("torch")) for run in runs})
+    versions = sorted({_word(run.summary.get("torch")) for run in runs if not run.unfinished})
     if len(versions) > 1:
         notes.append(f"The runs were made with several versions of torch: {', '.join(versions)}.")
     threads = {settings.cpu_threads(run.summary.get("device")) for run in runs} - {None}
@@ -236,3 +245,16 @@ def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
 
 def _word(value: Any) -> str:
     return settings.NOT_RECORDED if value is None else str(value)
+
+
+def _whose(runs: Sequence[Run]) -> str:
+    early = [run for run in runs if run.unfinished]
+    if not early:
+        return "All of the runs are whole"
+    made, wanted = _range([run.made for run in early]), _range([run.config["steps"] for run in early])
+    return f"{len(early)} of the {len(runs)} runs are unfinished, with {made} of {wanted} steps"
+
+
+def _range(values: Sequence[int]) -> str:
+    first, last = min(values), max(values)
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"

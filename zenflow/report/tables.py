@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.bench.tables import Column, markdown, number, share
-from zenflow.report import settings
+from zenflow.report import names, settings
 from zenflow.report.figures import FINAL, Spread, score_names
 from zenflow.report.runs import LeftOut, Run
 from zenflow.report.settings import Values
@@ -130,20 +130,39 @@ def _compared(study: Study) -> str:
 
 def report_text(studies: Sequence[Study], sections: Sequence[str], left_out: Sequence[LeftOut]) -> str:
     """The whole of report.md."""
-    runs = sum(len(setting.runs) for study in studies for setting in study.settings)
-    count = f"{_count(runs, 'run')} in {_count(len(studies), 'comparison')} of one model on one data set, "
+    runs = {run.folder for study in studies for setting in study.settings for run in setting.runs}
+    count = f"{_count(len(runs), 'run')} in {_count(len(studies), 'comparison')} of one model on one data set, "
     parts = ["# Report", f"{count}{_count(len(left_out), 'run')} left out.", *sections]
     if left_out:
         rows = [left_out_row(run) for run in left_out]
         columns = [Column("run", "run"), Column("setting", "setting"), Column("seed", "seed"), Column("why", "reason")]
         parts.append(f"## Runs that were left out\n\n{markdown(rows, columns)}")
+    if short := _short_names(studies):
+        parts.append("## What the names stand for\n\n" + "\n".join(short))
     return "\n\n".join([*parts, "## What the words mean", LEGEND]) + "\n"
+
+
+def _short_names(studies: Sequence[Study]) -> list[str]:
+    """A line for each name that a sweep's overrides gave: the fields in which its setting differs from others."""
+    told: dict[tuple[str, str], list[str]] = {}
+    for study in studies:
+        for setting in study.settings:
+            if setting.name != setting.fields:
+                told.setdefault((setting.name, setting.fields), []).append(study.title)
+    often, lines = [name for name, _ in told], []
+    for (name, fields), titles in told.items():
+        where = f" ({_cell('; '.join(titles))})" if often.count(name) > 1 else ""
+        lines.append(f"- **{_cell(name)}**{where}: {_cell(fields)}")
+    return lines
 
 
 def left_out_row(run: LeftOut) -> Row:
     """A run without figures, for people: named by its last two folders, since the path may be long."""
     row = {"run": "/".join(run.folder.parts[-2:]), "reason": run.reason, "setting": "-", "seed": "-"}
-    if run.config is not None:
+    given = names.parse(run.overrides)
+    if run.config is not None and given:
+        row["setting"], row["seed"] = names.plain_name(given), str(run.config["seed"])
+    elif run.config is not None:
         engine = run.config["engine"]
         parts = [f"{symbol} {engine[name]}" for name, symbol in SHOWN.items() if name in engine]
         row["setting"] = ", ".join([settings.engine_of(run.config), *parts])
@@ -173,8 +192,8 @@ def run_rows(studies: Sequence[Study], left_out: Sequence[LeftOut]) -> list[Row]
 
 def _run_columns(run: Run, study: Study, setting: Setting) -> Row:
     return {
-        "status": "whole",
-        "reason": None,
+        "status": "unfinished" if run.unfinished else "whole",
+        "reason": run.unfinished,
         "folder": str(run.folder),
         "study": study.title,
         "setting": setting.name,

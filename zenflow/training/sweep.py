@@ -41,10 +41,16 @@ def jobs(sweep: Path) -> list[Job]:
     return sorted((job for job in found if job is not None), key=lambda job: job.number)
 
 
+def overrides_of(run: Path) -> tuple[str, ...] | None:
+    """What a run's sweep varied for it; None if it was no job of a sweep, or its note cannot be read."""
+    job = _read(run / NOTE)
+    return None if job is None else job.overrides
+
+
 def _read(note: Path) -> Job | None:
     """None for a file that is no such note: other programs have files of this name, too."""
     try:
         values: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
         return Job(note.parent, str(values["sweep"]), int(values["job"]), tuple(map(str, values["overrides"])))
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
