@@ -17,6 +17,7 @@ from tests.processes import ends_within
 from tests.shortages import descriptors_left
 from zenflow import WorkerError, ZenFlow, arena, client
 from zenflow.ring import SegmentMemory
+from zenflow.signals import signals_held
 
 # What the error of a detected fault must say.
 SAYS = {
@@ -64,8 +65,9 @@ class Striker:
         client.SILENCE_SECONDS = SILENCE
 
     def _in_a_thread(self, call: object, *args: object) -> None:
-        self._threads.append(threading.Thread(target=call, args=args))
-        self._threads[-1].start()
+        with signals_held():  # an interrupt in the middle leaves a thread that cannot be waited for
+            self._threads.append(threading.Thread(target=call, args=args))
+            self._threads[-1].start()
 
     def _signal(self, number: int) -> None:
         self._client._process.send_signal(number)  # never to a process that has ended and been waited for
