@@ -25,6 +25,7 @@ from zenflow.geometry import Segment
 from zenflow.header import Header
 from zenflow.ring import SegmentMemory
 from zenflow.signals import signals_held, wait_for
+from zenflow.stand_in import StandIn
 from zenflow.worker_settings import WorkerSettings
 
 RELEASED = 1 << 62  # `done` after the worker's end: no stream may wait for what will never come
@@ -47,6 +48,7 @@ class WorkerClient:
     """One worker process. It ends with this object, with this process, or with `close()`.
 
     settings: see `WorkerSettings`; cores: the logical CPUs that the worker binds itself to; threads: of its pass.
+    stand_in: is told of every slot that is sent.
     WorkerError if the process has ended already; one that ends later, in its start, is an error of `attach`.
     """
 
@@ -65,7 +67,8 @@ class WorkerClient:
                 shared_cores = set(cores) >= os.sched_getaffinity(0)
                 self._process = _spawn(theirs.fileno(), self.header.arena.fd, self._output, shared_cores)
                 undo.callback(_kill, self._process)
-                self._watch = _Watch(self._process, self.header)
+                self.stand_in = StandIn(self.header)
+                self._watch = _Watch(self._process, self.header, self.stand_in)
                 self._stop = weakref.finalize(
                     self, _stop, self._watch, self._process, self._connection, self._socket, self._output, os.getpid()
                 )
@@ -97,7 +100,7 @@ class WorkerClient:
     def finished(self, seq: int) -> bool:
         """Whether the slot `seq` is processed. WorkerError if it never will be."""
         done = self.header.done
-        if done >= RELEASED:
+        if self._watch.dead:  # looked at afterwards: before it is, nobody but the worker raises `done`
             raise self._failure()
         return done >= seq
 
@@ -231,15 +234,17 @@ def _environment(shared_cores: bool) -> dict[str, str]:
 class _Watch(threading.Thread):
     """Looks after the worker while the trainer's threads, and the device's streams, may be waiting for it.
 
-    When it has ended, or shows no sign of life for SILENCE_SECONDS, `done` is raised to RELEASED so that everything
-    that waits goes on and can ask. `verdict`: why a living worker was given up.
+    When it has ended, or shows no sign of life for SILENCE_SECONDS, it is `dead`: its `stand_in` takes over, then
+    `done` is raised to RELEASED so that everything that waits goes on and can ask. `verdict`: why a living one was
+    given up.
     """
 
-    def __init__(self, process: subprocess.Popen, header: Header) -> None:
+    def __init__(self, process: subprocess.Popen, header: Header, stand_in: StandIn) -> None:
         super().__init__(name="zenflow-watch", daemon=True)
         self.verdict = ""
+        self.dead = False
         self.stopped = threading.Event()
-        self._process, self._header = process, header
+        self._process, self._header, self._stand_in = process, header, stand_in
         self.start()
 
     def run(self) -> None:
@@ -256,7 +261,11 @@ class _Watch(threading.Thread):
                     f"{SILENCE_SECONDS:g} seconds: it is stopped or stuck"
                 )
                 _kill(self._process)
-            native.store_release(self._header.done_address, RELEASED)
+            self.dead = True
+            try:
+                self._stand_in.take_over(self.stopped)
+            finally:
+                native.store_release(self._header.done_address, RELEASED)
             return
 
 

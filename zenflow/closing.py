@@ -23,7 +23,7 @@ def close_pipeline(pipeline: Pipeline) -> None:
 
 def _end_transit(pipeline: Pipeline) -> None:
     try:
-        pipeline.client.check()  # a stream that waits for a dead worker is let go, and copies what is half written
+        pipeline.client.check()  # a stream that waits for a dead worker is let go, and copies no result
         make_visible(pipeline)
     except WorkerError:
         pipeline.uploads.rescue()

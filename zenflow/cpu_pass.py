@@ -10,9 +10,10 @@ effective gradient is `(g * inv_scale) * clip`. Sums are taken in fp32 in the or
 but a sum may have left its dtype: its mean then counts as the largest fp32 number. What AdamW makes of that, v = inf
 and no step, it makes of every mean above 1.8e19, so the weights are those of the exact one.
 
-What goes out is the rounded master or, of a window whose result is shown late under `weight_prediction: a`, the rounded
-`new + a * (new - old)`: the master after the window's update, and a times what that update has changed, decay included,
-each operation rounded to fp32. The master itself stays what it is. Of a matrix without a counted step it is the master.
+What goes out, maybe into the gradient's place, is the rounded master or, of a window whose result is shown late under
+`weight_prediction: a`, the rounded `new + a * (new - old)`: the master after the window's update, and a times what that
+update has changed, decay included, each operation rounded to fp32. The master itself stays what it is. Of a matrix
+without a counted step it is the master.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class Arrays:
     """The flat arrays of one segment, `[numel]` each, the ring `[lanes * numel]`.
 
     master, exp_avg, exp_avg_sq fp32; ring uint8, elements of `ring_dtype`; out uint16, the bits of `out_dtype`
-    (bfloat16 or float16), or fp32 with float32, or None with None. The pass is fastest where all start at a cache line.
+    (bfloat16 or float16), or fp32 with float32, or None with None; it may be the lane that the plans read, whose
+    elements are as large then. The pass is fastest where all start at a cache line.
     """
 
     master: np.ndarray
@@ -153,7 +155,8 @@ class SegmentPass:
         flat = arrays.master, arrays.exp_avg, arrays.exp_avg_sq, arrays.ring
         out = 0 if arrays.out is None else arrays.out.ctypes.data
         kinds = GRAD_KINDS[arrays.ring_dtype], OUT_KINDS[arrays.out_dtype]
-        self._arrays = np.array([(*(array.ctypes.data for array in flat), out, *kinds)], dtype=ARRAYS)
+        in_place = arrays.out is not None and np.may_share_memory(arrays.ring, arrays.out)
+        self._arrays = np.array([(*(array.ctypes.data for array in flat), out, *kinds, in_place)], dtype=ARRAYS)
         self._pieces = [np.array([self._piece(piece) for piece in pieces], dtype=PIECE) for pieces in buckets]
         self._plans = np.zeros(len(matrices), dtype=PLAN)
         addresses = [pieces.ctypes.data for pieces in self._pieces]

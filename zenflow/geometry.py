@@ -1,8 +1,9 @@
 """Where every deferred element lives: matrices, pieces, buckets and segments.
 
 A *segment* is some matrices of one device and dtype whose windows end together: one flat storage of `numel` elements
-for the weights, one for the accumulator, and in shared memory a ring (one such storage a lane), a shadow and the
-worker's state of the same geometry. Its matrices lie in it one after another, in reverse registration order, each start
+for the weights, one for the accumulator, and in shared memory a ring (one such storage a lane), shadows and the
+worker's state of the same geometry; lanes of the ring are the shadows where a result fits in the place of its gradient.
+Its matrices lie in it one after another, in reverse registration order, each start
 aligned. A *bucket* is a contiguous range of the flat storage, the unit that is copied and handed to the worker; a
 matrix larger than a bucket is cut between rows, so a bucket holds *pieces*.
 
@@ -71,7 +72,7 @@ class Segment:
     n_groups: int  # param groups that exist when the segment is laid out
     matrices: tuple[Matrix, ...]
     buckets: tuple[Bucket, ...]
-    lanes: int = 1  # gradients that the ring holds side by side: 1, or 2 * max_steps
+    keeps_steps: bool = False  # the ring holds each step's raw gradient, of two windows, not a window's clipped sum
     predicted: bool = False  # results are shown as predictions
 
     @property
@@ -84,13 +85,21 @@ class Segment:
         return 2 if self.predicted else int(self.weight_dtype != "float32")
 
     @property
-    def keeps_steps(self) -> bool:
-        """Whether the ring holds each step's raw gradient, of two windows, instead of one window's clipped sum."""
-        return self.lanes > 1
+    def in_place(self) -> bool:
+        """Whether the worker writes what is shown over the gradient that it has just read: lanes are shadows, too."""
+        fits = ITEM_BYTES[self.ring_dtype] == ITEM_BYTES[self.weight_dtype]
+        return self.shadows > 0 and fits and not self.keeps_steps
+
+    @property
+    def lanes(self) -> int:
+        """Gradients that the ring has room for side by side."""
+        if self.keeps_steps:
+            return 2 * self.max_steps
+        return self.shadows if self.in_place else 1
 
     def lane(self, turn: int, step: int) -> int:
         """The lane of the step in place `step` (from 0) of a window whose slot records are those of `turn` (0 or 1)."""
-        return turn * self.max_steps + step if self.keeps_steps else 0
+        return turn * self.max_steps + step if self.keeps_steps else turn % self.lanes
 
     @property
     def n_channels(self) -> int:
@@ -108,14 +117,14 @@ def lay_out(
     max_steps: int,
     n_groups: int,
     bucket_bytes: int,
-    lanes: int = 1,
+    keeps_steps: bool = False,
     predicted: bool = False,
 ) -> Segment:
     """Place matrices `(rows, cols, group)`, none of them empty, in the order in which they shall travel.
 
-    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger. lanes, predicted: see `Segment`.
+    A bucket holds at most `bucket_bytes` of weights, or one row where a row is larger. keeps_steps, predicted: see
+    `Segment`.
     """
-    assert lanes in (1, 2 * max_steps), f"{lanes} lanes for windows of {max_steps} steps"
     assert all(rows > 0 and cols > 0 for rows, cols, _ in shapes), shapes
     item = ITEM_BYTES[weight_dtype]
     align, capacity = ALIGN_BYTES // item, max(1, bucket_bytes // item)
@@ -133,7 +142,7 @@ def lay_out(
         offset += -(-matrix.numel // align) * align
     buckets = _pack(matrices, pieces, capacity)
     return Segment(
-        index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), buckets, lanes, predicted
+        index, offset, weight_dtype, ring_dtype, max_steps, n_groups, tuple(matrices), buckets, keeps_steps, predicted
     )
 
 

@@ -37,7 +37,9 @@ def _structure(**formats: str) -> np.dtype:
 
 
 # What adamw.c and exchange.c read, field by field: addresses and counts as 64-bit integers.
-ARRAYS = _structure(master="i8", exp_avg="i8", exp_avg_sq="i8", ring="i8", out="i8", grad_kind="i8", out_kind="i8")
+ARRAYS = _structure(
+    **dict.fromkeys(("master", "exp_avg", "exp_avg_sq", "ring", "out", "grad_kind", "out_kind", "in_place"), "i8")
+)
 PIECE = _structure(matrix="i8", offset="i8", rows="i8", cols="i8", row_start="i8", by_column="i8")
 LANE = _structure(offset="i8", inv_scale="f4", clip="f4")
 PLAN = _structure(

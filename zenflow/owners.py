@@ -48,6 +48,7 @@ def select(pipeline: Pipeline, records: Sequence[ParamRecord], step: int, ahead:
     traffic = give_owners(
         records, chosen, pipeline.control.advance,
         ahead=ahead, reset=config.on_reselect == "reset", client=pipeline.client,
+        pending=pipeline.uploads.pending_storages(),
     )  # fmt: skip
     pipeline.telemetry.add(bytes_to_host=traffic.to_host, bytes_to_device=traffic.to_device)
     pipeline.counters["selections"] += 1

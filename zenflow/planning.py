@@ -110,10 +110,10 @@ class WindowPlans:
     def _lanes_of(self, counted: np.ndarray) -> np.ndarray:
         key, segment, slot = counted.tobytes(), self.memory.segment, self.slot
         if key not in self._lanes:
+            nbytes = segment.numel * ITEM_BYTES[segment.ring_dtype]
             if segment.keeps_steps:
-                nbytes = segment.numel * ITEM_BYTES[segment.ring_dtype]
                 offsets = [nbytes * segment.lane(self.turn, int(place)) for place in slot.places[counted]]
                 self._lanes[key] = make_lanes(offsets, slot.inv_scale[counted], slot.clip[counted])
             else:
-                self._lanes[key] = make_lanes([0], [1.0], [1.0])
+                self._lanes[key] = make_lanes([nbytes * segment.lane(self.turn, 0)], [1.0], [1.0])
         return self._lanes[key]

@@ -1,9 +1,10 @@
 """What is visible where results are shown as predictions (`weight_prediction`), and how masters take their place.
 
 A weight is then neither the rounded master nor to be reckoned from it. So the worker writes to two shadows, one for
-each turn of the windows' records: one holds what is visible, also while a result is on its way in the other. Whatever
-else changes weights tells the shadows: a selection (of the channels that the worker gets), changes from outside, a
-load, and `flush()`, after which masters are visible.
+each turn of the windows' records: one holds what is visible, also while a result is on its way in the other. Where they
+are lanes of the ring (`Segment.in_place`), the other has the window's gradient before. Whatever else changes weights
+tells the shadows: a selection (of the channels that the worker gets), changes from outside, a load, and `flush()`,
+after which masters are visible.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from zenflow_kernels.scatter import scatter_channels_
 from zenflow.param_record import ParamRecord, bits
 from zenflow.pipeline import Pipeline
 from zenflow.storage import SegmentStorage
-
-_CHUNK = 1 << 22  # elements that are rounded at once
 
 
 def visible_shadow(record: ParamRecord, *, pending: bool) -> Tensor:
@@ -59,14 +58,8 @@ def replace_predictions(pipeline: Pipeline) -> None:
             turn = _visible_turn(storage, pending=False)
             for event in storage.uploaded:
                 event.synchronize()
-            _round(storage.state[0], storage.shadow(turn))
+            storage.show_masters(turn)
             pipeline.uploads.pending += pipeline.finished(storage, turn)
-
-
-def _round(master: Tensor, shadow: Tensor) -> None:
-    for part, rounded in zip(master.split(_CHUNK), shadow.split(_CHUNK), strict=True):
-        rounded.copy_(part)
-        rounded[rounded != rounded] = float("nan")  # the worker's one for all
 
 
 def saved_predictions(record: ParamRecord, master: Tensor, *, pending: bool) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 All memory is anonymous (memfd), handed over by descriptor: nothing in /dev/shm, nothing to leak. A `Header`
 (`header.py`) carries the counters of one worker. A `SegmentMemory` is the arenas of one segment: ring and slots, the
-worker's state, the shadow.
+worker's state, the shadow, unless that is the ring (`Segment.in_place`).
 
 Order: where windows of some segments end, the trainer sends all buckets of each of them, segment by segment. The n-th
 slot sent has sequence number n, and its `ready` word becomes n last of all. The worker takes slots in that order and
@@ -15,7 +15,8 @@ each of the latest `max_steps` steps, taken in turn; and `sent`) and one slot re
 times). `sent` becomes the last slot's number behind that slot's `ready`: a lost slot is noticed by what comes after it.
 A turn is free for the trainer, and so are its lanes of a ring that keeps steps, when `done` has reached the last number
 that was sent with it; a bucket's part of the shadow, and of a ring with one lane, when it has reached the bucket's last
-number. Two shadows go by turns too. `ring_layout.py` has the bytes.
+number. Two shadows go by turns too. A lane that is a shadow is free when, besides, its last result has been uploaded;
+of two such lanes the one whose turn it is not keeps what is visible until then. `ring_layout.py` has the bytes.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ class SegmentMemory:
     """The arenas of one segment and the views of them that both processes use.
 
     ring: uint8 `[lanes * numel * itemsize of the ring]`; shadow: uint16 (bits of the weights) or float32, `[shadows *
-    numel]`, None for fp32 weights whose shadow is the master; master, exp_avg, exp_avg_sq: float32 `[numel]`;
-    channel_step: int32 `[n_channels]`, the AdamW updates a channel has received. windows: structured `[2]`, slots:
-    structured `[2, n_buckets]`, see `Layout`, a row a turn. After `close()` all are empty.
+    numel]`, the ring's own memory if `in_place`, None for fp32 weights whose shadow is the master; master, exp_avg,
+    exp_avg_sq: float32 `[numel]`; channel_step: int32 `[n_channels]`, the AdamW updates a channel has received.
+    windows: structured `[2]`, slots: structured `[2, n_buckets]`, see `Layout`, a row a turn. After `close()` all are
+    empty.
     """
 
     def __init__(self, segment: Segment, arenas: Sequence[Arena]) -> None:
@@ -94,7 +96,8 @@ class SegmentMemory:
         self.shadow: np.ndarray | None = None
         if segment.shadows:
             bits = np.float32 if segment.weight_dtype == "float32" else np.uint16
-            self.shadow = self.arenas[2].array(bits, 0, segment.shadows * numel)
+            own = None if segment.in_place else self.arenas[2].array(bits, 0, segment.shadows * numel)
+            self.shadow = self.ring.view(bits) if own is None else own
         self._fields = {name: self.windows[name] for name in self.layout.window.names}
         self._host = front.array(np.uint8, 0, self.windows.nbytes).reshape(2, -1)[:, : self.layout.host_bytes]
         first = front.address + offsets["slots"]

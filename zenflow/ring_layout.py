@@ -68,7 +68,7 @@ def bytes_of(segment: Segment) -> int:
 
 
 def sizes_of(segment: Segment) -> tuple[list[int], dict[str, int]]:
-    """Bytes of the arenas (ring with records, state, shadow if there is one), and offsets in the first and second."""
+    """Bytes of the arenas (ring with records, state, shadow if it has one of its own), and offsets in the first two."""
     layout = Layout.of(segment)
     slots = 2 * layout.window.itemsize
     ring = _up(slots + 2 * layout.slot.itemsize * len(segment.buckets), 4096)
@@ -77,6 +77,6 @@ def sizes_of(segment: Segment) -> tuple[list[int], dict[str, int]]:
     part = _up(4 * segment.numel, 4096) + PART_SHIFT
     state = {"master": 0, "exp_avg": part, "exp_avg_sq": 2 * part, "channel_step": 3 * part}
     sizes = [ring_bytes, 3 * part + 4 * segment.n_channels]
-    if segment.shadows:
+    if segment.shadows and not segment.in_place:
         sizes.append(segment.shadows * segment.numel * ITEM_BYTES[segment.weight_dtype])
     return [_up(size, 4096) for size in sizes], {"slots": slots, "ring": ring, **state}

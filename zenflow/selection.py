@@ -8,12 +8,14 @@ to the nearest, and a weight that goes to the worker is its master.
 The first owners of a parameter cost the host nothing: the worker's master is the weight itself, its moments and t are
 zero. Later, state travels through the ring, which is pinned and idle, in *parts* of many blocks. Half of it holds the
 part that the worker has in hand (`exchange.py`): it takes the values that have come from the device and puts those that
-go there in their place. Meanwhile the device copies into and out of the other half.
+go there in their place. Meanwhile the device copies into and out of the other half. Where a lane of the ring is a
+shadow, too, it is the one for the next gradient, in which nothing is that is still needed, except while a result of the
+segment is on its way, which a parameter's first owners do not wait for: then its content is put back afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,13 +62,14 @@ def choose_channels(
 
 def give_owners(
     records: Sequence[ParamRecord], chosen: Sequence[Tensor], advance: Tensor, *, ahead: int, reset: bool,
-    client: WorkerClient,
+    client: WorkerClient, pending: Collection[SegmentStorage],
 ) -> Traffic:  # fmt: skip
     """Hand the channels in `chosen`, one tensor a record, to the GPU and the others to the worker, which is idle.
 
     `advance`, by `record.index`, is the device's count of AdamW updates since `record.start` was written, `ahead` how
     many of them are still to be applied. `reset` zeroes the moments and t of every channel that changes owner, as the
-    reference implementation does. WorkerError if the worker ends meanwhile.
+    reference implementation does. `pending`: segments that have a result on its way. WorkerError if the worker ends
+    meanwhile.
     """
     fetched = _fetch(chosen, [*(record.start for record in records), advance])
     selected, starts = ([next(fetched) for _ in records] for _ in range(2))
@@ -86,7 +89,11 @@ def give_owners(
     _upload_positions(moves)
     for storage in {move.record.storage: None for move in moves}:
         there = [move for move in moves if move.record.storage is storage]
-        _Exchange(storage, there, client, reset, traffic).run()
+        exchange = _Exchange(storage, there, client, reset, traffic)
+        if storage.segment.in_place and storage in pending:
+            exchange.run_and_put_back()
+        else:
+            exchange.run()
     for move in moves:
         if move.record.storage.segment.predicted and len(move.leaving):
             traffic.to_host += note_weights(move.record, torch.from_numpy(move.leaving))
@@ -248,6 +255,15 @@ class _Exchange:
                 self._order(number + 1, orders)
             self._enter(number)
 
+    def run_and_put_back(self) -> None:
+        """The same, and the ring is what it was; waits for the device."""
+        region = self.ring[self.begin : self.begin + 2 * self.half]
+        kept = region.clone()
+        self.run()
+        if self.arrived:
+            torch.cuda.current_stream(self.device).synchronize()
+        region.copy_(kept)
+
     def _orders(self, number: int) -> list[Order]:
         return [block.order(self._begin(number)) for block in self.parts[number]]
 
@@ -289,11 +305,14 @@ class _Exchange:
 def _idle_half(storage: SegmentStorage) -> tuple[int, int]:
     """Where the ring may be used, in fp32 elements, and half of how many there are.
 
-    A ring with a lane a step may hold the running window's gradients; the lanes of the window before are free.
+    A ring with a lane a step may hold the running window's gradients; the lanes of the window before are free. One with
+    a lane a turn has what is visible in the lane of the window before; that of the next is free.
     """
-    segment, turn = storage.segment, storage.memory.turn(0) ^ 1
+    segment = storage.segment
+    turn, lanes = storage.memory.turn(0), 1
+    if segment.keeps_steps:
+        turn, lanes = turn ^ 1, segment.max_steps
     lane = storage.ring.view(torch.float32).numel() // segment.lanes
-    lanes = segment.max_steps if segment.keeps_steps else 1
     return segment.lane(turn, 0) * lane, min(lanes * lane // 2, PART_BYTES // 4)
 
 

@@ -1,8 +1,9 @@
 """Phase 3: what goes to the worker, on copy streams of its own, under the next step's compute.
 
 At a window's end each bucket's accumulator travels to the ring, behind the fold that completes it and behind the upload
-that empties the shadow which the worker will write next; the slot's `ready` word follows on the same stream. With
-`accumulate_on: host` every step's raw gradients travel instead, and the window's end sends the words alone.
+that empties the shadow which the worker will write next, or which the lane itself is; the slot's `ready` word follows
+on the same stream. With `accumulate_on: host` every step's raw gradients travel instead, and the window's end sends the
+words alone.
 
 The copies are in one order, but on two streams in turn (`copy_streams.py`).
 """
@@ -150,11 +151,13 @@ class Sender:
                 if bucket.index == 0:
                     self._copy(storage.logs[turn], window_log)
                 if self.stream is not None:
-                    # The worker answers `ready` by writing the shadow: only once the last upload has left it.
+                    # The worker answers `ready` by writing the shadow, and a lane may be one: only once the last upload
+                    # has left it, and what was visible before that upload is needed no more.
                     self.stream.wait_event(storage.uploaded[bucket.index])
                 if storage.accumulator is not None:
                     self._send_sum(sent[-1])
                 self._raise_ready(sent[-1], ready[len(sent) - 1 :])
+            self.client.stand_in.add(sent[-1])
 
     def finish_copies(self) -> None:
         """Until all that was queued is on the host."""

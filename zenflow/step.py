@@ -6,17 +6,18 @@ channels and folds the others into the accumulator. Nothing here waits for the d
 Phase 3, a window's end, for the cohorts for which it is one (`window.py`, `window_end.py`): each bucket's accumulator
 goes to its ring slot on a copy stream, under the next step's compute; the slot's `ready` word follows it on the same
 stream (`sending.py`).
-Phase 4, the worker: one pass over memory a slot, in order; then `done`. Under `weight_prediction` a result that will be
-shown late is written as a prediction (`cpu_pass.py`), of two shadows in turn to the one that does not hold what is
-visible; masters, what is shown at once, and what `flush()` leaves are no predictions.
+Phase 4, the worker: one pass over memory a slot, in order; then `done`. The rounded weights go to a shadow, which is
+the slot itself where they are as large as its gradient. Under `weight_prediction` a result that will be shown late is
+written as a prediction (`cpu_pass.py`), of two shadows in turn to the one that does not hold what is visible; masters,
+what is shown at once, and what `flush()` leaves are no predictions.
 Phase 5, visible: the worker's shadow is copied straight into the weights on the upload stream, in this step (staleness
 0) or, from backward on, in the one that comes `visible_after` steps later (staleness 1), the next window's last at
 most; then the selected channels, which the shadow does not know, are written over it (`uploads.py`, `uploading.py`,
 `visible.py`).
 
 Orders that hold it together, per bucket: an upload waits for the last gradient and for `done`; `step()`'s own writes
-come after it; a copy to the ring follows the fold, and the upload that empties the shadow which the worker will write
-next; the next fold waits for that copy, because there is one accumulator.
+come after it; a copy to the ring follows the fold, and the upload that empties the shadow which the worker, or the copy
+itself, will write next; the next fold waits for that copy, because there is one accumulator.
 """
 
 from __future__ import annotations

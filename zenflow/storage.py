@@ -11,12 +11,13 @@ from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import stream_words
-from zenflow.geometry import Segment, lay_out
+from zenflow.geometry import Bucket, Segment, lay_out
 from zenflow.matrices import DTYPE_NAMES, Newcomer, matrix_shape
 from zenflow.pins import Pins
 from zenflow.ring import SegmentMemory
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_CHUNK = 1 << 22  # elements that are rounded at once
 
 
 class SegmentStorage:
@@ -27,8 +28,8 @@ class SegmentStorage:
     `weights` `[numel]` and `accumulator` `[numel]` (None where the worker sums the gradients) are on the device; `ring`
     `[lanes * numel]` and `shadows` `[numel]` are their counterparts on the host, `state` the worker's master and
     moments, fp32 `[numel]` each, `channel_step` int32 `[n_channels]`. There is one shadow, for fp32 weights the master
-    itself, or two by turn where results are predicted; `shows_prediction`: some that are visible may be. `logs`,
-    `slots` and `ends` are by turn, `slots` by bucket too.
+    itself, or two by turn where results are predicted; if the segment is `in_place`, they are the ring's lanes.
+    `shows_prediction`: some that are visible may be. `logs`, `slots` and `ends` are by turn, `slots` by bucket too.
     """
 
     def __init__(self, segment: Segment, cohort: int, device: torch.device, cores: Sequence[int]) -> None:
@@ -50,7 +51,8 @@ class SegmentStorage:
         # Also when nobody calls close(): memory that is unmapped while pinned poisons its addresses for the process.
         self._free = weakref.finalize(self, _free, pins, memory)
         pins.add(torch.from_numpy(memory.arenas[0].array(np.uint8, 0, memory.arenas[0].nbytes)))
-        pins.add(self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow))
+        if not segment.in_place:
+            pins.add(self.state[0] if memory.shadow is None else torch.from_numpy(memory.shadow))
         self.logs = [torch.from_numpy(memory.slot_record(turn, 0).device_log) for turn in (0, 1)]
         ready = [[memory.slot_record(turn, bucket.index).ready for bucket in segment.buckets] for turn in (0, 1)]
         self.slots = [[HostWord(word, device) for word in words] for words in ready]
@@ -82,6 +84,24 @@ class SegmentStorage:
         for shadow in self.shadows:
             shadow.copy_(self.weights)
         self.state[0].copy_(self.shadows[0])
+
+    def show_masters(self, turn: int, part: slice = slice(None)) -> None:
+        """The shadow of `turn` takes the rounded masters, elements `part`."""
+        masters, shadow = self.state[0][part], self.shadow(turn)[part]
+        for piece, rounded in zip(masters.split(_CHUNK), shadow.split(_CHUNK), strict=True):
+            rounded.copy_(piece)
+            rounded[rounded != rounded] = float("nan")  # the worker's one for all
+
+    def put_back(self, bucket: Bucket, turn: int) -> None:
+        """In the place of a result that will not come: what is visible, or the masters where nothing is predicted.
+
+        For fp32 weights that would be one and the same memory, in which nothing else is written.
+        """
+        part = slice(bucket.start, bucket.stop)
+        if self.segment.predicted:
+            self.shadow(turn)[part] = self.shadow(turn ^ 1)[part]
+        else:
+            self.show_masters(turn, part)
 
     def close(self) -> None:
         """Unpin, give the shared memory back and drop every view of it; idempotent."""
@@ -124,6 +144,6 @@ def new_segment(
         max_steps=config.update_interval,
         n_groups=n_groups,
         bucket_bytes=config.bucket_bytes,
-        lanes=2 * config.update_interval if on_host else 1,
+        keeps_steps=on_host,
         predicted=config.predicts,
     )

@@ -68,8 +68,8 @@ class Uploader:
         self._pins.release()
 
     def may_wait(self, sent: Sent) -> bool:
-        """Whether an upload can be queued now without holding this thread until the worker is done."""
-        return self._words is not None or self._client.finished(sent.seq)
+        """Whether an upload can be queued now without holding this thread until the worker is done. WorkerError."""
+        return self._client.finished(sent.seq) or self._words is not None
 
     def follow_compute(self) -> None:
         """What is queued from now on comes after all that the compute stream has to do now."""
@@ -83,10 +83,14 @@ class Uploader:
             self.stream.wait_event(_record(sent.storage.gradients_exist[sent.bucket.index], compute))
 
     def upload(self, sent: Sent) -> None:
-        """Queue one bucket; `done` is awaited by the stream where that is possible, else by this thread."""
+        """Queue one bucket; `done` is awaited by the stream where that is possible, else by this thread.
+
+        WorkerError once the worker is known to be dead: who stands in for it has looked for slots before that.
+        """
+        finished = self._client.finished(sent.seq)
         if self._words is not None:
             self._words.wait(self.stream, self._done, sent.seq)
-        elif not self._client.finished(sent.seq):
+        elif not finished:
             # On the CPU the trainer's thread is the device: while it waits, nothing is computed.
             with self._telemetry.stall() if self.stream is None else nullcontext():
                 waited = self._client.wait_done(sent.seq, partial(ask, self.stream))
@@ -107,6 +111,13 @@ class Uploader:
         if self.stream is not None:
             _record(storage.uploaded[bucket.index], self.stream)
         self._telemetry.add(bytes_to_device=shadow.nbytes)
+
+    def restore(self, sent: Sent) -> None:
+        """Queue what was visible of a bucket before, or the rounded masters as they are, where nothing is predicted."""
+        storage, part = sent.storage, slice(sent.bucket.start, sent.bucket.stop)
+        kept = storage.shadow(sent.turn ^ 1) if storage.segment.predicted else storage.state[0]
+        with torch.cuda.stream(self.stream):
+            storage.weights[part].copy_(kept[part], non_blocking=True)
 
     def wait_for_uploads(self) -> None:
         """What the compute stream does from now on sees all that is queued here."""

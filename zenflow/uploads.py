@@ -16,7 +16,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -215,14 +215,11 @@ class Uploads:
             self._upload(sent)
 
     def rescue(self) -> None:
-        """Leave no weights in transit though the worker has failed: they take what its shadow holds.
-
-        Of two shadows that which the worker has not in hand: what was visible before.
-        """
+        """Leave no weights in transit though the worker has failed: no result of it is waited for any more."""
         self._uploader.follow_compute()
         for sent in self.pending:
             if sent not in self._queued and not self._held.isdisjoint(sent.members):
-                self._uploader.copy(replace(sent, turn=sent.turn ^ 1))
+                self._uploader.restore(sent)
 
     def land(self, queued: Sequence[Sent]) -> None:
         """What the compute stream does from now on sees these uploads, all that are queued."""

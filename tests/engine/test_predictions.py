@@ -114,12 +114,22 @@ def test_on_given_gradients_masters_and_moments_are_those_of_a_run_that_predicts
                 assert_same_bits(tensor, states[0][0][index][name], f"{name} of {index}")
 
 
-@pytest.mark.parametrize(("dtype", "more"), [("bf16", 2), ("fp16", 2), ("fp32", 8)])
-def test_what_it_costs_on_the_host(dtype: str, more: int, device: str, build: Builder) -> None:
-    """A second shadow, for fp32 weights two; nothing where nothing is late."""
+@pytest.mark.parametrize(
+    ("dtype", "given", "more"),
+    [
+        ("bf16", {}, 2),
+        ("bf16", {"ring_dtype": "float32"}, 2),
+        ("bf16", {"accumulate_on": "host"}, 2),
+        ("fp16", {}, 2),
+        ("fp32", {}, 4),
+        ("fp32", {"accumulate_on": "host"}, 8),
+    ],
+)
+def test_what_it_costs_on_the_host(dtype: str, given: dict[str, Any], more: int, device: str, build: Builder) -> None:
+    """A second shadow; for fp32 weights two, one of which is the ring's lane; nothing where nothing is late."""
     used = []
-    for given in ({}, {"weight_prediction": 1.0}, {"weight_prediction": 1.0, "overlap_step": False}):
-        engine = build(make_parameters([(64, 128)], DTYPES[dtype], device), **{**SETTINGS, **given})
+    for late in ({}, {"weight_prediction": 1.0}, {"weight_prediction": 1.0, "overlap_step": False}):
+        engine = build(make_parameters([(64, 128)], DTYPES[dtype], device), **{**SETTINGS, **given, **late})
         used.append(engine.stats().host_bytes)
     assert used[1] - used[0] == more * 64 * 128
     assert used[2] == used[0]

@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.driving import (
     make_parameters,
     snapshot,
 )
+from tests.engine.test_checkpoint_moves import moved
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow, exchange, selection
 from zenflow.bias import bias_table
@@ -35,6 +37,32 @@ SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval
 
 def refuse(*_: Any) -> None:
     raise AssertionError("the worker was asked for something")
+
+
+@pytest.mark.parametrize("ring_dtype", ["auto", "float32"])
+@pytest.mark.parametrize("predicted", [0.0, 1.0], ids=["plain", "predicted"])
+def test_first_owners_after_a_load_come_while_a_result_is_on_its_way(
+    predicted: float, ring_dtype: str, device: str, build: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their state travels through the ring, where the others' result may lie, or what is visible meanwhile."""
+    monkeypatch.setattr(selection, "PART_BYTES", 512)
+    settings = SETTINGS | {"select_interval": 100, "update_interval": 3, "weight_prediction": predicted}
+    settings |= {"ring_dtype": ring_dtype}
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **settings)
+    for number, grads in enumerate(make_gradients(SHAPES, torch.bfloat16, 12)):
+        if number < 4:
+            grads[1] = grads[3] = None
+        if number == 3:
+            moved(pair, build, tmp_path / "state", **settings)
+        moves = pair.engine.stats().bytes_to_device
+        pending = bool(pair.engine._pipeline.uploads.pending)
+        pair.step(grads)
+        if number == 4:
+            assert pending and pair.engine.stats().bytes_to_device > moves and pair.engine.stats().selections == 2
+        with torch.no_grad():
+            for parameter in pair.parameters:  # compared with what is visible, and found to be the same
+                parameter.mul_(1.0)
+    pair.check_state()
 
 
 @pytest.mark.parametrize("on_reselect", ["migrate", "reset"])

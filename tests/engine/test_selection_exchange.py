@@ -30,7 +30,7 @@ def segment_of(shape: tuple[int, int], channel_dim: str, ring_dtype: str = "bflo
     shapes = [(LONE, LONE, 0), (*shape, 0), (LONE, LONE, 0)]
     return lay_out(
         0, shapes, channel_dim=channel_dim, weight_dtype="bfloat16", ring_dtype=ring_dtype, max_steps=4, n_groups=1,
-        bucket_bytes=1 << 20, lanes=1,
+        bucket_bytes=1 << 20,
     )  # fmt: skip
 
 

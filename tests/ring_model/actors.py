@@ -37,10 +37,15 @@ class Stream:
         self.until.append((cell, least))
 
     def push(
-        self, key: tuple, where: str, reads: dict[int, Stamp] | None = None, writes: dict[int, Stamp] | None = None
+        self,
+        key: tuple,
+        where: str,
+        reads: dict[int, Stamp] | None = None,
+        writes: dict[int, Stamp] | None = None,
+        asks: str = "",
     ) -> None:
-        """Queue an operation: the host launches it, the stream carries it out."""
-        self.host.append(Op(("launch", *key), where))
+        """Queue an operation: the host launches it, with a question maybe, the stream carries it out."""
+        self.host.append(Op(("launch", *key), where, asks=asks))
         after = {**self.after, HOST: len(self.host)}
         self.ops.append(Op(key, where, tuple(sorted(after.items())), tuple(self.until), items(reads), items(writes)))
         self.after, self.until = {}, []

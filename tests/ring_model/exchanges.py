@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ring_model.actors import items
-from tests.ring_model.explore import Op
+from tests.ring_model.explore import LOST, Op
 from tests.ring_model.sending import Sending
 from tests.ring_model.setup import Setup
 
@@ -23,6 +23,8 @@ class Exchanges(Sending):
             self._exchange(segment)
         if self.setup.predicts:
             self._synchronize(self.compute, "zenflow.predictions:note_weights")
+            if self.setup.in_place:  # the lanes that the exchange has used
+                self.shown |= {(self._turn(bucket), bucket): LOST for bucket in self.buckets}
             writes = {self._shadow(turn, bucket): stamp for (turn, bucket), stamp in self.shown.items()}
             self._host(("note", self.step), "zenflow.predictions:note_weights", writes=items(writes))
 
@@ -49,9 +51,10 @@ class Exchanges(Sending):
             self.compute.push(("enter", self.step, part, segment), "zenflow.selection:_Exchange._enter", reads)
 
     def _half(self, segment: int, part: int) -> int:
-        """`selection._idle_half`: the lane, or those of the window that has just been sent."""
+        """`selection._idle_half`: the next window's lane, or those of the one that has just been sent."""
         members = self._members(segment)
-        return self._lane((self.uses[segment] - 1) % 2, 0, members[0] if part % 2 else members[-1])
+        turn = (self.uses[segment] - self.setup.on_host) % 2
+        return self._lane(turn, 0, members[0] if part % 2 else members[-1])
 
     def _leave(self, window: int, segment: int, part: int, half: int) -> None:
         where = "zenflow.selection:_Exchange._leave"

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 HOST, COMPUTE, COPIES, UPLOADS, WORKER = range(5)
 ACTORS = ("host", "compute stream", "copy stream", "upload stream", "worker")
-ALIVE, DEAD, RELEASED = range(3)
+ALIVE, DEAD, NOTICED, RELEASED = range(4)
 LOST = -1  # a stamp that stands for nothing: the worker died while it wrote, or before
+MASTERS = -2  # rounded as they were when the worker died: weights, but of no one window
+PREDICTED, GRADIENT = 1, 2  # in stamps with a window's number: its result as a prediction, its gradient
 INFINITY = 1 << 62
 
 Stamp = int | tuple[int, ...]
@@ -29,8 +31,9 @@ Stamp = int | tuple[int, ...]
 class Op(NamedTuple):
     """One operation. where: the function that it stands for, `module:name`; key: what it is, for comparison.
 
-    asks: of the host alone. "check" raises where the worker is dead; "wait" waits for `until`, raises where it was
-    released or dead before that; "await" likewise, without looking at the release; "blind" waits and asks nobody.
+    asks: of the host alone. "check" raises where the worker is dead; "noticed" where the watch knows it; "wait" waits
+    for `until`, raises where the watch knows it or the worker is dead before that; "await" likewise, without asking the
+    watch; "blind" waits and asks nobody.
     """
 
     key: tuple
@@ -47,6 +50,20 @@ class Op(NamedTuple):
         return not (self.reads or self.writes or self.until or self.asks)
 
 
+class Slot(NamedTuple):
+    """What a stand-in knows of a slot. known: the host's operations before that.
+
+    lane: where the payload comes and the result would, if that is one place; kept: where what is visible is, else the
+    masters are.
+    """
+
+    seq: int
+    known: int
+    ready: int
+    lane: int | None
+    kept: int | None
+
+
 @dataclass
 class Program:
     """The actors' operations, and the memory: names of cells, first stamps, which are counters (never raced for)."""
@@ -56,6 +73,7 @@ class Program:
     first: list[Stamp]
     counters: frozenset[int]
     done: int  # the cell that a dead worker's watch releases
+    slots: list[Slot]
 
     def named(self, cell: int) -> str:
         """The name of a cell, for people."""
@@ -88,10 +106,22 @@ class Fault(Exception):
 
 
 class Explorer:
-    """deaths: the worker may die at any moment. watched: its death is noticed. eager: invisible operations at once."""
+    """deaths: the worker may die at any moment. watched: its death is noticed. eager: invisible operations at once.
 
-    def __init__(self, program: Program, *, deaths: bool = False, watched: bool = True, eager: bool = True) -> None:
+    stand_in: what is done to the slots that it has left, see `zenflow/stand_in.py`; "hasty" waits for no payload.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        deaths: bool = False,
+        watched: bool = True,
+        eager: bool = True,
+        stand_in: Literal["patient", "hasty", "none"] = "patient",
+    ) -> None:
         self.program, self.deaths, self.watched, self.eager = program, deaths, watched, eager
+        self.stand_in, self._lanes = stand_in, {slot.lane for slot in program.slots}
         counters = program.counters
         self._written = [[_mask(op.writes, counters) for op in ops] for ops in program.ops]
         self._touched = [[_mask(op.reads + op.writes, counters) for op in ops] for ops in program.ops]
@@ -138,9 +168,12 @@ class Explorer:
         while moved:
             moved = False
             for actor, ops in enumerate(self.program.ops):
-                while state.at[actor] < len(ops) and ops[state.at[actor]].invisible and self._enabled(state, actor):
+                while self._enabled(state, actor) and self._invisible(ops[state.at[actor]]):
                     state, moved = _moved(state, actor), True
         return state
+
+    def _invisible(self, op: Op) -> bool:
+        return op.invisible or (op.asks == "noticed" and not self.deaths)
 
     def _label(self, actor: int, op: Op) -> str:
         return f"{ACTORS[actor]}: {' '.join(str(part) for part in op.key)}  [{op.where}]"
@@ -153,7 +186,7 @@ class Explorer:
         for other, count in op.after:
             if state.at[other] < count:
                 return False
-        if op.asks == "check":
+        if op.asks in ("check", "noticed"):
             return True
         came = all(state.memory[cell] >= least for cell, least in op.until)
         return came or (state.life != ALIVE and op.asks in ("wait", "await"))
@@ -167,7 +200,9 @@ class Explorer:
         for cell, expected in op.reads:
             found = state.memory[cell]
             if found != expected:
-                if state.life != RELEASED or actor in (HOST, WORKER):
+                # Half of an old result and half of a new one are weights; a gradient is none.
+                garbage = actor == UPLOADS and cell in self._lanes and not _is_weights(found)
+                if state.life < NOTICED or actor in (HOST, WORKER) or garbage:
                     raise Fault(f"{label}: {self.program.named(cell)} holds {found}, expected {expected}")
                 lost = True  # the streams go on with what there is; nobody may take it for a result
         memory = list(state.memory)
@@ -178,7 +213,7 @@ class Explorer:
     def _raises(self, state: State, op: Op) -> bool:
         if op.asks == "check":
             return state.life != ALIVE
-        if op.asks == "wait" and state.life == RELEASED:
+        if op.asks in ("wait", "noticed") and state.life >= NOTICED:
             return True
         return op.asks in ("wait", "await") and any(state.memory[cell] < least for cell, least in op.until)
 
@@ -208,10 +243,37 @@ class Explorer:
                     ends.append(("the worker dies while it writes", ends[0][1]._replace(memory=tuple(torn))))
             return ends
         if state.life == DEAD and self.watched:
-            memory = list(state.memory)
-            memory[self.program.done] = INFINITY
+            return [("the watch notices", state._replace(life=NOTICED))]
+        return self._stand_in(state) if state.life == NOTICED else []
+
+    def _stand_in(self, state: State) -> list[tuple[str, State]]:
+        """One slot that the dead worker has left is passed over, or none is known any more and `done` released."""
+        done, memory = self.program.done, list(state.memory)
+        left = (slot for slot in self.program.slots if memory[done] < slot.seq and slot.known <= state.at[HOST])
+        slot = next(left, None) if self.stand_in != "none" else None
+        if slot is None:
+            memory[done] = INFINITY
             return [("the watch releases done", state._replace(life=RELEASED, memory=tuple(memory)))]
-        return []
+        label = f"stand-in: slot {slot.seq}"
+        if slot.lane is not None:
+            if self.stand_in == "patient" and memory[slot.ready] != slot.seq:
+                return []
+            self._check_stand_in(state, slot, label)
+            memory[slot.lane] = MASTERS if slot.kept is None else memory[slot.kept]
+        memory[done] = slot.seq
+        return [(label, state._replace(memory=tuple(memory)))]
+
+    def _check_stand_in(self, state: State, slot: Slot, label: str) -> None:
+        """Nobody else touches the lane meanwhile, or writes what is visible."""
+        kept = 0 if slot.kept is None else 1 << slot.kept
+        for actor in range(len(ACTORS)):
+            if self._enabled(state, actor):
+                at = state.at[actor]
+                if self._touched[actor][at] & 1 << slot.lane or self._written[actor][at] & kept:
+                    other = self._label(actor, self.program.ops[actor][at])
+                    raise Fault(f"at the same time: {label} | {other}: both touch {self.program.named(slot.lane)}")
+        if kept and not _is_weights(state.memory[slot.kept]):
+            raise Fault(f"{label}: {self.program.named(slot.kept)} holds {state.memory[slot.kept]}, which is visible")
 
     def _check_end(self, state: State) -> None:
         """Nothing can happen any more: everybody must be through, or the host has raised and the streams are empty."""
@@ -228,6 +290,11 @@ class Explorer:
         """Whether the host has given the stream something that it has not done."""
         ops, at = self.program.ops[actor], state.at[actor]
         return at < len(ops) and all(state.at[HOST] >= count for other, count in ops[at].after if other == HOST)
+
+
+def _is_weights(stamp: Stamp) -> bool:
+    """Whether what a lane holds can be shown: neither a gradient, nor torn, nor a selection's."""
+    return stamp[1:] == (PREDICTED,) if isinstance(stamp, tuple) else stamp != LOST
 
 
 def _mask(cells: tuple[tuple[int, Stamp], ...], counters: frozenset[int]) -> int:

@@ -72,6 +72,7 @@ class Landing(Actors):
             "zenflow.uploading:Uploader.copy",
             reads={self._shadow(turn, bucket): stamp},
             writes={self._cell("weights", bucket): stamp, self._cell("selected weights", bucket): LOST},
+            asks="noticed",
         )
         self.uploaded[bucket] = self.uploads.event()
         self.queued.add(sent)

@@ -55,9 +55,14 @@ class Memory:
         return {self._gradient(bucket): stamp for bucket in self.buckets}
 
     def _shadow(self, turn: int, bucket: int) -> int:
-        """`SegmentMemory.shadow_of`: one, or two in turn."""
+        """`SegmentMemory.shadow_of`: one, or two in turn; lanes of the ring, if results take their gradients' place."""
+        if self.setup.in_place:
+            return self._lane(turn, 0, bucket)
         return self._cell("shadow", turn, bucket) if self.setup.predicts else self._cell("shadow", bucket)
 
     def _lane(self, turn: int, place: int, bucket: int) -> int:
-        """`geometry.Segment.lane`: one, or one a step of two turns."""
-        return self._cell("lane", turn, place, bucket) if self.setup.on_host else self._cell("ring", bucket)
+        """`geometry.Segment.lane`: one, one a turn, or one a step of two turns."""
+        if self.setup.on_host:
+            return self._cell("lane", turn, place, bucket)
+        two = self.setup.in_place and self.setup.predicts
+        return self._cell("ring", turn, bucket) if two else self._cell("ring", bucket)

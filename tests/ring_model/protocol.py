@@ -17,9 +17,8 @@ from collections.abc import Iterator
 
 from tests.ring_model.actors import items
 from tests.ring_model.exchanges import Exchanges
-from tests.ring_model.explore import Program
+from tests.ring_model.explore import PREDICTED, Program
 from tests.ring_model.landing import Sent
-from tests.ring_model.sending import PREDICTED
 from tests.ring_model.setup import ORDERS, Setup
 from zenflow.window import StepPlan
 
@@ -46,7 +45,8 @@ class _Run(Exchanges):
                 self._flush()
         self._flush()
         streams = [self.compute.ops, self.copies.ops, self.uploads.ops]
-        return Program([self.host, *streams, self.worker], self.cells, self.first, frozenset(self.counters), self.done)
+        ops, counters = [self.host, *streams, self.worker], frozenset(self.counters)
+        return Program(ops, self.cells, self.first, counters, self.done, self.slots)
 
     def _backward(self) -> None:
         """Phase 1, and phase 5 under it."""
@@ -132,8 +132,9 @@ class _Run(Exchanges):
         if self._has("e: copies are finished before a state is read"):
             self._synchronize(self.copies, "zenflow.sending:Sender.finish_copies")
         turns = {bucket: self._turn(bucket) ^ 1 for bucket in self.buckets}  # of the last windows that were sent
-        reads = {self._shadow(turn, bucket): self.shown[turn, bucket] for bucket, turn in turns.items()}
-        reads |= self._all("master", self.latest)
+        reads = self._all("master", self.latest)
+        if self.setup.predicts or not self.setup.in_place:
+            reads |= {self._shadow(turn, bucket): self.shown[turn, bucket] for bucket, turn in turns.items()}
         for bucket in self.buckets if self.setup.on_host else ():
             reads |= self._lanes(bucket, self._length(bucket), self.clock.state.position)
         self._host(("save", self.step), "zenflow.optimizer:ZenFlow.state_dict", reads=items(reads))

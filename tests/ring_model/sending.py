@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tests.ring_model.actors import items
-from tests.ring_model.explore import COPIES, Op, Stamp
+from tests.ring_model.explore import COPIES, GRADIENT, PREDICTED, Op, Slot, Stamp
 from tests.ring_model.landing import Landing, Sent
 from tests.ring_model.setup import Setup
 from zenflow.window import WindowClock
-
-PREDICTED = 1  # in the stamp of what shows a prediction from a window's masters
 
 
 class Sending(Landing):
     """`sending.Sender`. sent: slots so far; latest: the number of the last window that was sent, by segment; uses: how
     many were; leaving: gradients are on their way; logged: the window in the device's log.
 
-    shown: what the shadows hold, by turn and bucket, once all that was sent has been processed.
+    shown: what the shadows hold, by turn and bucket, once all that was sent has been processed. slots: as they were
+    sent, for who stands in for a dead worker.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -32,6 +31,7 @@ class Sending(Landing):
         self.copied: tuple[int, int] = (COPIES, 0)
         self.last_seq = {(segment, turn): 0 for segment in range(setup.segments) for turn in (0, 1)}
         self.leaving = False
+        self.slots: list[Slot] = []
 
     def _length(self, bucket: int) -> int:
         return self.clock.length(self.setup.cohorts[self._segment(bucket)])
@@ -106,12 +106,15 @@ class Sending(Landing):
                 ("copy", self.logged, bucket),
                 "zenflow.sending:Sender._send_sum",
                 {self._cell("accumulator", bucket): (self.step - steps + 1, steps)},
-                {self._lane(self._turn(bucket), 0, bucket): self.logged},
+                {self._lane(self._turn(bucket), 0, bucket): (self.logged, GRADIENT)},
             )
 
     def _raise_ready(self, sent: Sent) -> None:
         ready = self._cell("ready", self._turn(sent.bucket), sent.bucket, counter=True)
         self.copies.push(("ready", sent.seq), "zenflow.sending:Sender._raise_ready", writes={ready: sent.seq})
+        lane, other = (self._shadow(turn, sent.bucket) for turn in (sent.turn, sent.turn ^ 1))
+        kept = other if self.setup.predicts else None
+        self.slots.append(Slot(sent.seq, len(self.host), ready, lane if self.setup.in_place else None, kept))
 
     def _process(self, sent: Sent, steps: int, end: int) -> None:
         """Phase 4: what the worker does with a slot. It takes only one whose `ready` is the number that is due."""
@@ -123,7 +126,7 @@ class Sending(Landing):
         if self.setup.on_host:
             reads |= self._lanes(bucket, steps, end)
         else:
-            reads[self._lane(turn, 0, bucket)] = window
+            reads[self._lane(turn, 0, bucket)] = (window, GRADIENT)
         self.shown[turn, bucket] = stamp
         written = {self._shadow(turn, bucket): stamp, self._cell("master", bucket): window}
         where, until = "zenflow.planning:SegmentWork.process", ((ready, seq),)

@@ -32,10 +32,12 @@ class Setup:
 
     buckets: of each segment; segments: of as many cohorts, whose windows end in different steps; visible_after: steps
     from a window's last to the one at whose end its result is visible, None: `interval`.
-    stream_words: streams wait for `done` themselves, else the host does. zeroed: gradients are zeroed in place between
-    two steps, else given up. checked: a bucket's first upload is tried with NaN (`upload_check`). selecting: steps at
-    which a selection is due, for the first end of a window; state moves in `parts`, through the rings of a segment's
-    first and last bucket, which must be two. predicted: late results are predictions, which a flush replaces.
+    apart: results have shadows of their own, as where the ring's numbers are larger than the weights'; else, but under
+    on_host, they take the place of their gradients. stream_words: streams wait for `done` themselves, else the host
+    does. zeroed: gradients are zeroed in place between two steps, else given up. checked: a bucket's first upload is
+    tried with NaN (`upload_check`). selecting: steps at which a selection is due, for the first end of a window; state
+    moves in `parts`, through the rings of a segment's first and last bucket, which must be two. predicted: late results
+    are predictions, which a flush replaces.
     saving, flushing: steps after which `state_dict()` or `flush()` is called.
     dropping: steps whose first gradients are thrown away.
     without: of ORDERS.
@@ -48,6 +50,7 @@ class Setup:
     visible_after: int | None = None
     upload: str = "backward"
     on_host: bool = False
+    apart: bool = False
     stream_words: bool = True
     zeroed: bool = False
     checked: bool = False
@@ -72,6 +75,11 @@ class Setup:
     def predicts(self) -> bool:
         """`ZenFlowConfig.predicts`."""
         return self.predicted and self.delay > 0
+
+    @property
+    def in_place(self) -> bool:
+        """`geometry.Segment.in_place`."""
+        return not self.on_host and not self.apart
 
     @property
     def cohorts(self) -> list[int]:

@@ -90,18 +90,19 @@ class NotingEngine:
     def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
         self.setup, self.host, self.quiet = setup, [], False
         count = setup.segments * setup.buckets
-        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count)))
+        self.model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count))).bfloat16()
         delay = {"overlap_step": False} if setup.visible_after == 0 else {"visible_after": setup.delay}
         self.engine = ZenFlow(
             self.model.parameters(), topk_ratio=0.5 if setup.selecting else 0.0,
-            min_deferred_numel=0, worker_threads=1, bucket_bytes=256,
+            min_deferred_numel=0, worker_threads=1, bucket_bytes=128, ring_dtype="float32" if setup.apart else "auto",
             update_interval=setup.interval, stagger=setup.segments > 1, **delay, upload=setup.upload,
             upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
             select_interval=min(setup.selecting, default=10**6), weight_prediction=float(setup.predicted),
         )  # fmt: skip
         self.pipeline = self.engine._pipeline
         assert [storage.cohort for storage in self.pipeline.storages] == setup.cohorts
-        assert all(len(storage.segment.buckets) == setup.buckets for storage in self.pipeline.storages)
+        segments = (storage.segment for storage in self.pipeline.storages)
+        assert {(len(one.buckets), one.in_place) for one in segments} == {(setup.buckets, setup.in_place)}
         self.compute, self.copies, self.uploads = (NotingStream(a, self.host) for a in (COMPUTE, COPIES, UPLOADS))
         self.current = self.compute
         self.step = self.part = 0
@@ -254,7 +255,7 @@ class NotingEngine:
         if self.setup.zeroed:
             self.compute.push(("zero", self.step), "")
         self.compute.push(("forward", self.step), "")
-        self.model(torch.eye(8)).square().sum().backward()
+        self.model(torch.eye(8).bfloat16()).square().sum().backward()
 
 
 class Unfinished:
@@ -285,7 +286,7 @@ def guards(ops: list[Op]) -> list[tuple]:
 
 SETUPS = {
     "overlap": {"windows": 4},
-    "three-buckets": {"buckets": 3},
+    "three-buckets": {"buckets": 3, "apart": True},
     "two-steps": {"interval": 2, "saving": {1, 4}},
     "no-overlap": {"visible_after": 0},
     "upload-in-step": {"upload": "step"},
@@ -293,8 +294,7 @@ SETUPS = {
     "upload-check": {"windows": 4, "checked": True, "dropping": {2}},
     "selection": {"buckets": 1, "windows": 4, "selecting": {2, 4}},
     "selection-host": {"buckets": 1, "windows": 4, "selecting": {2, 4}, "on_host": True, "visible_after": 0},
-    "flush-mid-window": {"interval": 2, "flushing": {1, 4}},
-    "dropped-gradients": {"interval": 2, "dropping": {3, 4}},
+    "flush-mid-window": {"interval": 2, "flushing": {1, 4}, "dropping": {3, 4}},
     "sooner": {"interval": 3, "visible_after": 1, "dropping": {4}},
     "cohorts": {"segments": 2, "interval": 2, "saving": {2}},
     "cohorts-sooner": {"buckets": 1, "segments": 3, "interval": 3, "visible_after": 2, "flushing": {5}},

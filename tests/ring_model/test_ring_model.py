@@ -42,11 +42,17 @@ SETUPS = {
     "cohorts-host": {"segments": 2, "interval": 2, "on_host": True, "saving": STEPS, "selecting": {3}},
     "three-cohorts": {"buckets": 1, "segments": 3, "interval": 3, "windows": 2, "visible_after": 2, "upload": "step"},
     "predicted": {"predicted": True, "saving": STEPS},
+    "predicted-overlap": {"predicted": True, "windows": 4},
     "predicted-sooner": {"predicted": True, "interval": 2, "visible_after": 1, "saving": {2, 3}, "flushing": {2, 5}},
     "predicted-cohorts": {
         **{"predicted": True, "segments": 2, "interval": 2, "windows": 2, "visible_after": 1},
         **{"selecting": {3}, "saving": STEPS, "flushing": {2}},
     },
+    "apart": {"apart": True, "saving": {2}},
+    "apart-selection": {"apart": True, "interval": 2, "selecting": {2, 6}},
+    "apart-cohorts": {"apart": True, "segments": 2, "interval": 2, "windows": 2, "selecting": {3}},
+    "apart-predicted": {"apart": True, "predicted": True, "saving": STEPS, "selecting": {2}},
+    "predicted-selection": {"predicted": True, "interval": 2, "visible_after": 1, "selecting": {2, 4}, "saving": STEPS},
     "host-no-overlap": {"on_host": True, "visible_after": 0, "selecting": EVEN, "flushing": {3}},
 }
 
@@ -59,7 +65,8 @@ def make(name: str, **more: object) -> Program:
 @pytest.mark.parametrize("name", SETUPS)
 def test_no_interleaving_breaks_the_protocol_though_the_worker_may_die_at_any_moment(name: str) -> None:
     """Nothing torn or overwritten, no shadow read while written, no fold into a sum being copied, no wrong window, no
-    deadlock; and with a dead worker: everything that waits goes on, and no save or flush returns with what was lost."""
+    deadlock; and with a dead worker: everything that waits goes on, no weight becomes a gradient, and no save or flush
+    returns with what was lost."""
     assert not (result := Explorer(make(name), deaths=True).run()).fault, str(result)
 
 
@@ -69,7 +76,7 @@ MISSED = {
         "overlap",
         r"same time: .*forward .*upload .*both touch selected weights",
     ),
-    "a: done before the upload": ("overlap", r"upload .*shadow \d"),
+    "a: done before the upload": ("overlap", r"upload .*ring \d holds \d, expected"),
     "a: backward before the uploads in step()": (
         "upload-in-step",
         r"same time: .*forward .*upload .*both touch selected weights",
@@ -83,10 +90,10 @@ MISSED = {
     "e: gradients are copied before they are zeroed": ("host-zeroed", r"same time: .*zero .*both touch gradient"),
     "e: copies are finished before a state is read": ("host-all", r"save .*lane"),
     "f: the payload before ready": ("overlap", r"same time: .*copy .*process .*both touch ring"),
-    "f: the shadow before done": ("overlap", r"same time: .*upload .*process .*both touch shadow"),
+    "f: the shadow before done": ("overlap", r"same time: .*upload .*process .*both touch ring"),
     "predictions: the last upload before masters take its shadow": (
         "predicted",
-        r"same time: .*rewrite .*upload .*both touch shadow",
+        r"same time: .*rewrite .*upload .*both touch ring",
     ),
     "cohorts: a result arrives before the next one takes its place": (
         "cohorts-selection",
@@ -114,22 +121,40 @@ def test_cohorts_need_it_too(order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "order, cells, shown",
+    "name, order, shown",
     [
-        ("d: the copy before the next fold", ["device log"], r"same time: .*update .*copy .*both touch accumulator"),
-        ("c: the fold before the copy", ["device log"], r"copy 1 0 .*accumulator 0 holds"),
-        ("c: the upload before ready", ["ring"], r"same time: .*upload .*process .*both touch shadow"),
-        ("a: the last gradient before the upload", ["selected weights"], r"forward .*both touch weights"),
+        ("apart", "a: done before the upload", r"upload .*shadow \d holds \d, expected"),
+        ("apart", "f: the shadow before done", r"same time: .*upload .*process .*both touch shadow"),
         (
+            "apart-predicted",
+            "predictions: the last upload before masters take its shadow",
+            r"rewrite .*both touch shadow",
+        ),
+    ],
+)
+def test_shadows_of_their_own_need_it_too(name: str, order: str, shown: str) -> None:
+    result = Explorer(make(name, without=frozenset({order}))).run()
+    assert re.search(shown, result.fault), str(result)
+
+
+@pytest.mark.parametrize(
+    "name, order, cells, shown",
+    [
+        ("overlap", "d: the copy before the next fold", ["device log"], r"update .*copy .*both touch accumulator"),
+        ("overlap", "c: the fold before the copy", ["device log"], r"copy 1 0 .*accumulator 0 holds"),
+        ("apart", "c: the upload before ready", ["ring"], r"same time: .*upload .*process .*both touch shadow"),
+        ("overlap", "a: the last gradient before the upload", ["selected weights"], r"forward .*both touch weights"),
+        (
+            "apart-cohorts",
             "cohorts: a result arrives before the next one takes its place",
             ["ring"],
             r"upload 2 2 .*shadow 2 holds 3, expected 2",
         ),
     ],
 )
-def test_what_else_an_order_protects(order: str, cells: list[str], shown: str) -> None:
+def test_what_else_an_order_protects(name: str, order: str, cells: list[str], shown: str) -> None:
     """With the cells out of sight in which its absence shows first."""
-    program = make(MISSED[order][0], without=frozenset({order}))
+    program = make(name, without=frozenset({order}))
     hidden = {index for name, index in program.cells.items() if name[0] in cells}
     for ops in program.ops:
         ops[:] = [
@@ -145,6 +170,26 @@ def test_what_else_an_order_protects(order: str, cells: list[str], shown: str) -
 def test_a_death_that_nobody_watches_for_is_a_deadlock() -> None:
     result = Explorer(make("overlap"), deaths=True, watched=False).run()
     assert "the worker dies" in str(result) and "deadlock" in result.fault and "upload" in result.fault, str(result)
+
+
+@pytest.mark.parametrize(
+    "stand_in, shown",
+    [
+        ("none", r"upload .*(: ring .* holds \(\d, 2\), expected|both touch ring)"),
+        ("hasty", r"same time: stand-in: slot \d .*copy .*both touch ring"),
+    ],
+)
+@pytest.mark.parametrize("name", ["overlap", "predicted-overlap"])
+def test_without_a_patient_stand_in_a_death_makes_gradients_of_weights(name: str, stand_in: str, shown: str) -> None:
+    result = Explorer(make(name), deaths=True, stand_in=stand_in).run()
+    assert "the worker dies" in str(result) and re.search(shown, result.fault), str(result)
+
+
+def test_uploads_ask_because_the_stand_in_knows_no_later_slots() -> None:
+    program = make("overlap")
+    program.ops[HOST] = [op._replace(asks="") if op.asks == "noticed" else op for op in program.ops[HOST]]
+    result = Explorer(program, deaths=True).run()
+    assert re.search(r"copy .*upload .*both touch ring", result.fault), str(result)
 
 
 def blind(program: Program, *keys: str) -> Program:

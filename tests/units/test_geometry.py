@@ -128,17 +128,54 @@ def test_step_counts_of_matrices_follow_one_another(name: str, channel_dim: str)
     assert segment.n_channels == expected
 
 
-@pytest.mark.parametrize("lanes, expected", [(1, [0, 0, 0, 0]), (12, [0, 5, 6, 11])])
-def test_a_window_and_a_step_have_a_lane(lanes: int, expected: list[int]) -> None:
-    segment = placed([(3, 5, 0)], lanes=lanes)
-    assert (segment.lanes, segment.keeps_steps) == (lanes, lanes > 1)
+@pytest.mark.parametrize(
+    "kinds, expected",
+    [
+        ({}, [0, 0, 0, 0]),
+        ({"ring_dtype": "bfloat16"}, [0, 0, 0, 0]),
+        ({"ring_dtype": "bfloat16", "predicted": True}, [0, 0, 1, 1]),
+        ({"predicted": True}, [0, 0, 0, 0]),
+        ({"keeps_steps": True}, [0, 5, 6, 11]),
+        ({"keeps_steps": True, "ring_dtype": "bfloat16", "predicted": True}, [0, 5, 6, 11]),
+    ],
+    ids=str,
+)
+def test_a_window_and_a_step_have_a_lane(kinds: dict[str, Any], expected: list[int]) -> None:
+    segment = placed([(3, 5, 0)], **kinds)
+    assert segment.lanes == max(expected) + 1
     assert [segment.lane(turn, step) for turn, step in ((0, 0), (0, 5), (1, 0), (1, 5))] == expected
 
 
-@pytest.mark.parametrize("shape, lanes", [((0, 5, 0), 1), ((5, 0, 0), 1), ((5, 5, 0), 6)])
-def test_empty_matrices_and_other_numbers_of_lanes_are_refused(shape: tuple[int, int, int], lanes: int) -> None:
+def test_windows_of_one_step_have_two_lanes_where_steps_are_kept() -> None:
+    segment = placed([(3, 5, 0)], max_steps=1, keeps_steps=True, ring_dtype="bfloat16")
+    assert segment.lanes == 2 and not segment.in_place
+
+
+IN_PLACE = {
+    "bf16": ({"ring_dtype": "bfloat16"}, True),
+    "bf16-in-fp32": ({}, False),
+    "fp16": ({"weight_dtype": "float16"}, False),
+    "fp16-in-bf16": ({"weight_dtype": "float16", "ring_dtype": "bfloat16"}, True),
+    "fp32": ({"weight_dtype": "float32"}, False),
+    "steps": ({"ring_dtype": "bfloat16", "keeps_steps": True}, False),
+    "predicted-bf16": ({"ring_dtype": "bfloat16", "predicted": True}, True),
+    "predicted-fp32": ({"weight_dtype": "float32", "predicted": True}, True),
+    "predicted-fp32-in-bf16": ({"weight_dtype": "float32", "ring_dtype": "bfloat16", "predicted": True}, False),
+    "predicted-steps": ({"ring_dtype": "bfloat16", "keeps_steps": True, "predicted": True}, False),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_result_takes_its_gradients_place_where_it_fits(name: str) -> None:
+    """Where both are as large, the ring holds one window's sum, and there is something to be shown but the master."""
+    kinds, expected = IN_PLACE[name]
+    assert placed([(3, 5, 0)], **kinds).in_place == expected
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 0), (5, 0, 0)])
+def test_empty_matrices_are_refused(shape: tuple[int, int, int]) -> None:
     with pytest.raises(AssertionError):
-        placed([shape], lanes=lanes)
+        placed([shape])
 
 
 def test_no_matrices_is_an_empty_segment() -> None:

@@ -31,7 +31,8 @@ def segments(draw: st.DrawFn, most: int = 40, buckets: int = 200) -> Segment:
         max_steps=steps,
         n_groups=3,
         bucket_bytes=draw(st.integers(most * most * 24 // buckets, 4 * most * most)),
-        lanes=draw(st.sampled_from([1, 2 * steps])),
+        keeps_steps=draw(st.booleans()),
+        predicted=draw(st.booleans()),
     )
 
 
@@ -65,7 +66,7 @@ def test_channels_and_lanes_have_places_of_their_own(segment: Segment) -> None:
     assert sorted(place for places in steps for place in places) == list(range(segment.n_channels))
     lanes = [segment.lane(turn, step) for turn in (0, 1) for step in range(segment.max_steps)]
     assert sorted(set(lanes)) == list(range(segment.lanes))
-    assert len(set(lanes)) == (len(lanes) if segment.keeps_steps else 1)
+    assert len(set(lanes)) == (len(lanes) if segment.keeps_steps else segment.shadows if segment.in_place else 1)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -30,12 +30,13 @@ def make_segment(
     weight_dtype: str = "bfloat16",
     ring_dtype: str = "bfloat16",
     bucket_bytes: int = 1 << 20,
-    lanes: int = 1,
+    keeps_steps: bool = False,
     predicted: bool = False,
 ) -> Segment:
     return lay_out(
         index, shapes, channel_dim=channel_dim, weight_dtype=weight_dtype, ring_dtype=ring_dtype,
-        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes, lanes=lanes, predicted=predicted,
+        max_steps=MAX_STEPS, n_groups=GROUPS, bucket_bytes=bucket_bytes,
+        keeps_steps=keeps_steps, predicted=predicted,
     )  # fmt: skip
 
 
@@ -196,7 +197,8 @@ class Trainer:
         for piece in memory.segment.buckets[bucket].pieces:
             grad = window.grads[number][piece.matrix]
             if not memory.segment.keeps_steps:
-                self._fill_lane(memory, 0, piece.offset, grad[piece.row_start : piece.row_stop])
+                lane = memory.segment.lane(turn, 0)
+                self._fill_lane(memory, lane, piece.offset, grad[piece.row_start : piece.row_stop])
                 continue
             counted = window.present[number][:, piece.matrix] & window.finite
             for step in range(MAX_STEPS):

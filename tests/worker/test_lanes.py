@@ -9,11 +9,10 @@ import time
 import numpy as np
 import pytest
 
-from tests.worker.feeding import MAX_STEPS, make_segment
+from tests.worker.feeding import make_segment
 from zenflow.client import WorkerError
 from zenflow.worker_settings import WorkerSettings
 
-LANES = 2 * MAX_STEPS
 DTYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32")]
 
 
@@ -21,7 +20,7 @@ def segments(channel_dim="column", bucket_bytes=700, **kinds):
     return [
         make_segment(
             index, weight_dtype=weight, ring_dtype=ring, channel_dim=channel_dim, bucket_bytes=bucket_bytes,
-            lanes=LANES, **kinds,
+            keeps_steps=True, **kinds,
         )
         for index, (weight, ring) in enumerate(DTYPES)
     ]  # fmt: skip
@@ -62,7 +61,7 @@ def test_predictions_go_to_two_shadows_in_turn(trainer, monkeypatch, rule, nativ
 
 @pytest.mark.parametrize("rule", ["accumulate", "replay"])
 def test_t_counts_the_updates(trainer, rule):
-    t = trainer(make_segment(lanes=LANES), settings=rule_settings(rule))
+    t = trainer(make_segment(keeps_steps=True), settings=rule_settings(rule))
     window = t.make_window()
     window.finite[1] = False
     window.present[0][:, 0] = False, True, True, False
@@ -76,7 +75,7 @@ def test_t_counts_the_updates(trainer, rule):
 @pytest.mark.parametrize("scale", ["none", 2.5], ids=str)
 def test_the_learning_rate_scale_is_of_accumulate_alone(trainer, scale):
     for rule in ("accumulate", "replay"):
-        t = trainer(make_segment(lanes=LANES), settings=rule_settings(rule, deferred_lr_scale=scale))
+        t = trainer(make_segment(keeps_steps=True), settings=rule_settings(rule, deferred_lr_scale=scale))
         t.run(t.make_window())
         t.check()
 
@@ -86,7 +85,7 @@ def test_bits_do_not_depend_on_buckets_threads_or_the_compiled_pass(trainer, mon
     runs = []
     for bucket_bytes, threads, native in ((1 << 20, 1, "1"), (40_000, 2, "1"), (700, 3, "1"), (40_000, 1, "0")):
         monkeypatch.setenv("ZENFLOW_NATIVE", native)
-        segment = make_segment(shapes=((301, 160, 0), (5, 301, 1)), bucket_bytes=bucket_bytes, lanes=LANES)
+        segment = make_segment(shapes=((301, 160, 0), (5, 301, 1)), bucket_bytes=bucket_bytes, keeps_steps=True)
         runs.append(trainer(segment, threads=threads, settings=rule_settings(rule)).history())
     for bits in runs[1:]:
         for found, expected in zip(bits, runs[0], strict=True):
@@ -101,7 +100,7 @@ def test_replay_without_the_steps_gradients_is_refused(trainer):
 @pytest.mark.parametrize("rule", ["accumulate", "replay"])
 def test_the_next_window_is_written_while_the_worker_has_yet_to_read_this_one(trainer, rule):
     """A stopped worker: windows w and w + 1 lie in both turns, lanes and records, before it takes the first slot."""
-    t = trainer(make_segment(bucket_bytes=700, lanes=LANES), settings=rule_settings(rule))
+    t = trainer(make_segment(bucket_bytes=700, keeps_steps=True), settings=rule_settings(rule))
     for _ in range(3):
         windows = t.make_window(), t.make_window(2)
         os.kill(t.client.worker_pid, signal.SIGSTOP)

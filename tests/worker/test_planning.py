@@ -15,7 +15,7 @@ SHAPES = ((7, 63, 0), (1, 63, 0), (9, 5, 1), (5, 1025, 0), (7, 3, 0))
 
 @pytest.fixture
 def memory():
-    made = SegmentMemory.create(make_segment(shapes=SHAPES, lanes=2 * MAX_STEPS))
+    made = SegmentMemory.create(make_segment(shapes=SHAPES, keeps_steps=True))
     yield made
     made.close()
 

@@ -42,7 +42,7 @@ def pass_bandwidth(
 ) -> float:
     """GB/s of the pass with one gradient a window, ring and weights of `dtype`: 28 bytes a parameter for 16-bit types.
 
-    n_parameters: rounded down to whole matrices of 4096 x 4096, at least one; they take 16 bytes each. per_channel: a t
+    n_parameters: rounded down to whole matrices of 4096 x 4096, at least one; they take 14 bytes each. per_channel: a t
     of its own for every channel, or one for all. RuntimeError without the compiled pass.
     """
     work = OwnPass(max(1, n_parameters // SIDE**2), threads, dtype, per_channel)

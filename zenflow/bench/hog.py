@@ -17,7 +17,7 @@ from zenflow.bench.children import module_command, started
 from zenflow.bench.own_pass import OwnPass
 from zenflow.bench.processes import die_with_parent
 
-MATRICES = 8  # 2.1 GB: far beyond any cache
+MATRICES = 8  # 1.9 GB: far beyond any cache
 
 
 @dataclass

@@ -20,11 +20,11 @@
 enum { GRAD_F32, GRAD_BF16, GRAD_F16 };
 enum { OUT_NONE, OUT_BF16, OUT_F16, OUT_F32 };
 
-typedef struct { /* the flat arrays of a segment; ring: lane after lane; out: NULL with OUT_NONE */
+typedef struct { /* the flat arrays of a segment; ring: lane after lane; out: NULL with OUT_NONE, or a lane if in_place */
     float *master, *exp_avg, *exp_avg_sq;
     const char *ring;
     char *out;
-    int64_t grad_kind, out_kind;
+    int64_t grad_kind, out_kind, in_place;
 } arrays_t;
 
 typedef struct { /* rows of a matrix, contiguous from element `offset` of the flat arrays */
@@ -191,6 +191,13 @@ INLINE void stream_line(char *to, const char *from) {
 #endif
 }
 
+/* Over the gradient that has just been read, and is in the caches. */
+static void write_over(char *out, const float *p, long length, int kind) {
+    if (kind == OUT_BF16) round_to((uint16_t *)out, p, length, OUT_BF16);
+    else if (kind == OUT_F16) round_to((uint16_t *)out, p, length, OUT_F16);
+    else copy((float *)out, p, length);
+}
+
 static void write_out(char *out, const float *p, long length, int kind) {
     union { uint16_t halves[BLOCK]; float singles[BLOCK]; } room __attribute__((aligned(LINE)));
     const char *rounded = (const char *)&room;
@@ -226,7 +233,9 @@ static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, l
     }
     if (a->out_kind == OUT_NONE) return;
     if (prediction != 0) predict(g, p, old, prediction, length);
-    write_out(a->out + first * (a->out_kind == OUT_F32 ? 4 : 2), prediction != 0 ? g : p, length, a->out_kind);
+    char *out = a->out + first * (a->out_kind == OUT_F32 ? 4 : 2);
+    if (a->in_place) write_over(out, prediction != 0 ? g : p, length, a->out_kind);
+    else write_out(out, prediction != 0 ? g : p, length, a->out_kind);
 }
 
 /* Elements [start, stop) of the flat storage, of which those between the pieces are padding. */
