@@ -181,8 +181,9 @@ class Uploads:
 
     @property
     def in_transit(self) -> bool:
-        """Whether some weights already are the next ones, or NaN, between a backward pass and its `step()`."""
-        return bool(self._held)
+        """Whether some weights already are the next ones, or NaN, between a backward pass and its `step()`, or in one
+        that was broken off."""
+        return bool(self._held or self._queued)
 
     @property
     def arrived(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.driving import RULES, Builder, Pair, assert_same_bits, make_gradients, make_parameters
+from tests.engine.driving import RULES, Builder, Pair, assert_same_bits, make_gradients, make_parameters, snapshot
 from tests.engine.driving import backward as one_pass
 from tests.engine.uploading import (
     LIMIT,
@@ -27,7 +27,7 @@ from tests.engine.uploading import (
 )
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
-from zenflow.uploading import Sent
+from zenflow.uploading import Sent, Uploader
 
 
 def test_a_backward_pass_after_a_step_that_was_broken_off_leaves_the_word_to_step(
@@ -202,9 +202,12 @@ def test_without_the_drivers_words_the_host_polls(
 
 
 @pytest.mark.gpu
-def test_e7_a_worker_killed_while_a_stream_waits_for_it(build: Builder) -> None:
-    """E7: the upload stream waits for a window that a stopped worker never finishes; its end frees the stream."""
-    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), **SETTINGS, **UNCHECKED)
+@pytest.mark.parametrize("predicted", [0.0, 1.0], ids=["plain", "predicted"])
+def test_e7_a_worker_killed_while_a_stream_waits_for_it(predicted: float, build: Builder) -> None:
+    """E7: the upload stream waits for a window that a stopped worker never finishes; its end frees the stream, which
+    finds what was visible before, though the window's gradient had come to that place."""
+    given = {**SETTINGS, **UNCHECKED, "weight_prediction": predicted}
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, "cuda"), **given)
     stream = stream_of(8)
     for grads in stream[:5]:
         step(pair, grads)
@@ -215,6 +218,7 @@ def test_e7_a_worker_killed_while_a_stream_waits_for_it(build: Builder) -> None:
     try:
         pair.step(stream[5], check=False)  # window 2 lands, window 3 is sent to a worker that is stopped
         pair.step(stream[6], check=False)
+        before = snapshot(pair.parameters)
         one_pass(pair.parameters, stream[7])
         assert not pair.engine._pipeline.uploader.stream.query(), "the upload stream waits for window 3"
     finally:
@@ -223,7 +227,46 @@ def test_e7_a_worker_killed_while_a_stream_waits_for_it(build: Builder) -> None:
     with pytest.raises(WorkerError, match="-9|SIGKILL"):
         pair.engine.step()
     pair.engine.close(flush=False)
-    assert all(bool(parameter.isfinite().all()) for parameter in pair.parameters)
+    for index, (parameter, weight) in enumerate(zip(pair.parameters, before, strict=True)):
+        assert_same_bits(parameter, weight, f"weight {index}")
+
+
+@pytest.mark.parametrize("ending", ["worker-killed", "interrupted"])
+def test_a_step_that_breaks_off_between_two_uploads_leaves_no_scratch(
+    ending: str, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload brings what the worker has in selected channels; `close()` writes the selected masters over it."""
+    settings = SETTINGS | {"upload": "step", "select_interval": 2}
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **settings)
+    stream, calls, upload = stream_of(6), [0], Uploader.upload
+    for grads in stream[:5]:
+        step(pair, grads)
+    pair.engine._pipeline.wait_for_worker()
+    client = pair.engine._pipeline.client
+
+    def broken_off(self: Uploader, sent: Sent) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            if ending == "interrupted":
+                raise KeyboardInterrupt
+            os.kill(client.worker_pid, signal.SIGKILL)
+            client._watch.join(LIMIT)
+        upload(self, sent)
+
+    one_pass(pair.parameters, stream[5])
+    monkeypatch.setattr(Uploader, "upload", broken_off)
+    with pytest.raises((WorkerError, KeyboardInterrupt)):
+        pair.engine.step()
+    monkeypatch.undo()
+    pair.model.step([parameter.grad.cpu() for parameter in pair.parameters])
+    pair.engine.close(flush=False)
+    for record, parameter in zip(pair.engine._pipeline.records, pair.parameters, strict=True):
+        expected = pair.model.visible(record.index).view(record.weight.shape)
+        channels, dim = record.selected, 0 if record.kind == "row" else 1
+        one, other = (
+            flat.index_select(dim, channels) for flat in (parameter.detach().cpu().view_as(expected), expected)
+        )
+        assert_same_bits(one, other, record.name)
 
 
 class Fails(torch.autograd.Function):
