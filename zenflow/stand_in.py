@@ -57,9 +57,9 @@ class StandIn:
 
 
 def _arrives(sent: Sent, stopped: threading.Event) -> bool:
-    """Wait for a slot's payload; whether it has come."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while sent.storage.memory.ready(sent.bucket.index, sent.turn) != sent.seq:
+    """Wait for a slot's payload, behind which come its `ready`, which may be lost, and its window's last word."""
+    deadline, memory = time.monotonic() + PATIENCE_SECONDS, sent.storage.memory
+    while memory.ready(sent.bucket.index, sent.turn) != sent.seq and memory.sent(sent.turn) < sent.seq:
         if time.monotonic() > deadline or stopped.wait(LOOK_SECONDS):
             return False
     return True

@@ -159,6 +159,16 @@ def test_who_asks_is_told_though_done_rises(mode: str, build: Builder) -> None:
         assert_same_bits(parameter, visible)
 
 
+def test_a_lost_ready_is_made_up_for_by_what_comes_after_it(mode: str, build: Builder) -> None:
+    """A worker dies of it; whatever waits goes on at once, and takes what is visible."""
+    here = Stopped(build, mode)
+    for sent in here.sent:
+        here.storage.memory.publish(sent.bucket.index, sent.turn, 0)
+    here.kill()
+    here.noticed()
+    here.check(here.storage.shadow(here.sent[0].turn))
+
+
 def test_a_payload_that_never_comes_holds_nobody_for_long(
     mode: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
