@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from zenflow_kernels import cards, fused_step
+from zenflow_kernels.control import FOLD_ADD
 from zenflow_kernels.fused_step import fused_step as run_step
-from zenflow_kernels.fused_step import fused_step_reference
+from zenflow_kernels.fused_step import fused_step_reference, write_masters
+from zenflow_kernels.numerics import HYPER
 from zenflow_kernels.table import STEP_TILE
 
 from tests.kernels.building import Spec, assert_equal, decide, make_world
@@ -38,6 +40,35 @@ def test_bits_are_the_references_wherever_a_block_ends(spec, tile, offset, devic
         run_step(world.table, world.control, world.hyper, world.bias)
     fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias)
     assert_equal(world, twin)
+
+
+OLD = {
+    "any bits": lambda new, gen: torch.randint(-(2**15), 2**15, new.shape, generator=gen, dtype=torch.int16),
+    "one bit off": lambda new, gen: new ^ (1 << torch.randint(0, 16, new.shape, generator=gen)).to(torch.int16),
+    "other sign": lambda new, gen: new ^ -(2**15),
+    "the same": lambda new, gen: new,
+}
+
+
+@pytest.mark.parametrize("old", OLD.values(), ids=OLD.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_no_weight_keeps_a_bit_that_is_not_its_master_s(old, dtype, device):
+    """Only weights that change are written: zeros of the other sign change, and so does NaN of another payload."""
+    world = make_world([Spec("column", 9, 64, 17), Spec("column", 6, 24, 5, shift=1)], device, dtype)
+    decide(world, 1)
+    world.control.fold.fill_(FOLD_ADD)
+    world.hyper[:, [HYPER.index("lr"), HYPER.index("decay")]] = torch.tensor([0.0, 1.0], device=device)
+    gen = torch.Generator().manual_seed(0)
+    for entry in world.table.entries:
+        entry.master.view(-1)[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")], device=device)
+        channel = torch.argsort(entry.slot)[-entry.selected :]
+        new = entry.master.to(dtype).view(torch.int16)
+        entry.weight.view(torch.int16)[:, channel] = old(new.cpu(), gen).to(device)
+    run_step(world.table, world.control, world.hyper, world.bias)
+    after = [entry.weight.view(torch.int16).clone() for entry in world.table.entries]
+    write_masters(world.table, world.control)  # which writes them all
+    for entry, weights in zip(world.table.entries, after, strict=True):
+        assert torch.equal(entry.weight.view(torch.int16), weights)
 
 
 def test_before_the_first_selection_everything_is_folded(device):
