@@ -15,9 +15,13 @@ def is_watched() -> bool:
 
 
 def show(text: str) -> None:
-    """Print what has been written to a file, too; the log tells if that cannot be done."""
+    """Print what has been written to a file, too; the log tells if that cannot be done.
+
+    A character that the terminal's encoding lacks is printed as \\u201c.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         log.warning("the result cannot be printed (%s)", error.strerror)
         # What could not be written would be tried once more at the process's end, and change its exit code.

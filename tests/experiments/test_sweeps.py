@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import BRIEF, ROOT
+from zenflow.training.command import _swept
 from zenflow.training.engines import ZenFlowRun
 from zenflow.training.sweep import Job, jobs
 
@@ -136,3 +137,31 @@ def test_the_rules_script_reports_although_runs_failed_but_not_when_it_was_inter
     assert sum("experiment=rules_pretrain" in call for call in calls) == 1
     assert sum("experiment=rules_peers" in call for call in calls) == (2 if reported else 1)
     assert calls[-1].startswith("-m zenflow.report") == reported
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (
+            ["variant='engine=stagger'", "engine.update_interval=8", "optimizer.lr=1"],
+            ["engine=stagger", "optimizer.lr=1"],
+        ),
+        (["variant='engine=adamw model.dtype=a'", "engine=zenflow", "model.dtype=b"], ["engine=adamw model.dtype=a"]),
+        (["variant='+engine.update_interval=2'", "engine.update_interval=8"], ["+engine.update_interval=2"]),
+        (["variant=null", "engine.update_interval=8"], ["null", "engine.update_interval=8"]),
+        (["optimizer.schedule='linear'", "batch_size=4"], ["optimizer.schedule='linear'"]),
+    ],
+    ids=["another engine's", "said twice", "added", "none", "quoted"],
+)
+def test_a_note_holds_the_words_that_count(tmp_path, words, kept):
+    """A variant's words are applied last, and what was given for the engine that it replaces is dropped."""
+    varied = ("variant", "engine", "engine.update_interval", "optimizer.lr", "optimizer.schedule", "model.dtype")
+    lines = [
+        "hydra:",
+        "  sweeper:",
+        "    params:",
+        *(f"      {name}: a,b" for name in varied),
+        "  overrides: {task: []}",
+    ]
+    (tmp_path / "multirun.yaml").write_text("\n".join(lines))
+    assert list(_swept(tmp_path, words)) == kept

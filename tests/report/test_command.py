@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import shutil
@@ -110,6 +111,28 @@ def test_cautions_are_in_the_report(report, tmp_path, no_pictures):
         "2 lines of steps were written anew",
     ):
         assert words in text, words
+
+
+def test_names_that_are_no_text_are_written_escaped(report, tmp_path, no_pictures):
+    """A folder's bytes may be no UTF-8, and JSON may hold half a pair of surrogates."""
+    make(tmp_path / "runs" / "\udcff", {0: 2.0, 4: 1.0}, data__path="a\ud800", data__kind="file")
+    outcome = report(tmp_path / "runs")
+    assert outcome.code == 0 and r"tiny on a\ud800" in outcome.text and r"tiny on a\ud800" in outcome.printed
+    assert outcome.rows("report")[0]["folder"].endswith(r"runs/\udcff")
+
+
+def test_what_the_terminal_cannot_write_is_printed_escaped(tmp_path, monkeypatch, no_pictures):
+    make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0}, engine={})
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", printed)
+    assert command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert rb"The baseline is \u201cadamw\u201d" in printed.buffer.getvalue()
+
+
+def test_settings_may_hold_dicts_in_lists(report, tmp_path, no_pictures):
+    for value in (1, 2):
+        make(tmp_path / "runs" / str(value), {0: 2.0, 4: 1.0}, optimizer__parts=[{"a": value}])
+    assert "2 runs of 2 settings" in report(tmp_path / "runs").text
 
 
 def test_without_a_baseline_the_reason_is_the_one_that_holds(report, tmp_path, no_pictures):

@@ -107,16 +107,45 @@ HOST = {"engine__accumulate_on": "host"}
          ["accumulate_on gpu, lr 0.002", "accumulate_on host, lr 0.5"]),
         ([(["engine=a"], {}), (["optimizer.lr=0.5"], {"optimizer__lr": 0.5})], ["a", "zenflow, lr 0.5"]),
         ([(["engine=a", "seed=0"], {}), (["engine=a", "seed=1"], {"seed": 1}), (["engine=b"], HOST)], ["a", "b"]),
+        ([(["engine=a"], HOST), (["engine=a", "optimizer.lr=0.5"], {"optimizer__lr": 0.5})],
+         ["accumulate_on gpu, lr 0.5", "accumulate_on host, lr 0.002"]),
+        ([(["engine=zenflow"], {}), (["optimizer.lr=0.5"], HOST | {"optimizer__lr": 0.5})],
+         ["accumulate_on gpu, lr 0.002", "accumulate_on host, lr 0.5"]),
+        ([(["engine=a", "engine=b"], {}), (["engine=c"], HOST)], ["accumulate_on gpu", "accumulate_on host"]),
     ],
-    ids=["single", "shared", "several", "unread", "given to a sweep as a whole", "said by one", "seeds"],
+    ids=["single", "shared", "several", "unread", "given to a sweep as a whole", "said by one", "seeds",
+         "given beside one choice", "given beside what is chosen if nothing is said", "two for one key"],
 )  # fmt: skip
 def test_names_are_those_of_the_fields_where_the_overrides_leave_something_open(tmp_path, runs, expected):
     assert names(tmp_path, *runs) == expected
 
 
-def test_a_damaged_note_is_none(tmp_path):
+def test_values_are_those_that_the_overrides_came_to(tmp_path):
+    """A variant drops what was given for another engine, a resumed run has other threads, `auto` is resolved."""
+    found = names(
+        tmp_path,
+        (["engine=stagger", "engine.update_interval=8"], STAGGER),
+        (["engine=zenflow", "engine.topk_ratio=auto", "optimizer.schedule='constant'"],
+         {"optimizer__schedule": "constant"}),
+        (["engine=zenflow", "optimizer.betas=[0.9,0.99]"], {"optimizer__betas": [0.9, 0.99]}),
+    )  # fmt: skip
+    assert found == ["zenflow, k 0.1, schedule constant", "zenflow, betas [0.9, 0.99]", "stagger, U 4"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"sweep": "s", "job": 1e999, "overrides": []}',
+        '{"sweep": "s", "job": 0, "overrides": 1}',
+        10**5 * "[",
+    ],
+    ids=["torn", "list", "infinite", "no words", "deep"],
+)
+def test_a_damaged_note_is_none(tmp_path, text):
     made = make(tmp_path / "run", WHOLE, job=["engine=stagger"])
-    (made / "job.json").write_text("{")
+    (made / "job.json").write_text(text)
     assert read(made).overrides is None
     (made / "job.json").unlink()
     (made / "job.json").mkdir()
@@ -133,9 +162,14 @@ def test_a_damaged_note_is_none(tmp_path):
         (["++engine.stagger=true", "+a.b=null"], {"engine.stagger": True, "a.b": None}),
         (["engine=a optimizer.lr=2"], {"engine": "a", "optimizer.lr": 2}),
         (["~engine.stagger"], None),
+        (["~engine.stagger=true"], None),
+        (["engine=a", "engine=b"], None),
+        (["engine=a", "engine=a"], {"engine": "a"}),
+        (["optimizer.schedule='linear'", 'data.kind="x"', "tracking=offline"],
+         {"optimizer.schedule": "linear", "data.kind": "x"}),
         (["variant=null"], {}),
     ],
-)
+)  # fmt: skip
 def test_overrides_are_read(words, expected):
     assert parse(words) == expected
 

@@ -246,3 +246,14 @@ def test_every_picture_is_png_and_svg_and_the_same_twice(tmp_path):
     assert all(data.startswith((b"\x89PNG", b"<?xml")) for data in contents[0])
     suffixes = [path.suffix for path in tmp_path.iterdir() if path.is_file()]
     assert sorted(suffixes) == [".png"] * len(STEMS) + [".svg"] * len(STEMS)
+
+
+def test_names_that_are_no_text_or_look_like_formulae_are_drawn(tmp_path):
+    changes = [(r"a$x_{$", "gpu"), ("b\udcff", "host")]
+    runs = [
+        {"losses": {0: 4.0, 4: 2.0}, "job": [f"engine={name}"], "engine__accumulate_on": place}
+        for name, place in changes
+    ]
+    study = study_of(tmp_path, *(run | {"data__kind": "file", "data__path": "c\ud800/$x_{$"} for run in runs))
+    assert draw(study, tmp_path, "")
+    assert [setting.label for setting in study.settings] == [r"a$x_{$", r"b\udcff"]

@@ -13,6 +13,7 @@ from zenflow.report.runs import LeftOut, Run, find, read
 from zenflow.training.errors import InputError
 
 LOSSES = {0: 3.0, 2: 2.0, 4: 1.0}
+DEEP = 100_000 * "["
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in step\nRuntimeError: no seventh step\n'
 
 
@@ -131,14 +132,25 @@ def test_a_torn_last_line_is_a_step_that_is_missing(whole):
         ("config.json", "[1]", "config.json is damaged: no JSON object"),
         ("config.json", json.dumps(config(seed="0")), "config.json is damaged: seed is '0'"),
         ("config.json", json.dumps(config(steps=0)), "config.json is damaged: steps is 0"),
+        (
+            "config.json",
+            json.dumps(config(engine={"peer": "new"})),
+            "config.json has an engine that is not known here: 'new'",
+        ),
+        ("config.json", DEEP, "config.json is damaged: no JSON"),
         ("summary.json", "", "summary.json is damaged: no JSON"),
+        ("summary.json", DEEP, "summary.json is damaged: no JSON"),
+        ("summary.json", '{"device": ["cpu"]}', "summary.json is damaged: device is ['cpu']"),
         ("summary.json", '{"stall_share": "a lot"}', "summary.json is damaged: stall_share is 'a lot'"),
         ("metrics.jsonl", '{"step": 1, \n{}\n', "metrics.jsonl is damaged: line 1 (no step's and no evaluation's)"),
         ("metrics.jsonl", '{"step": 0, "loss": 1}\n', "metrics.jsonl is damaged: line 1 (no 'batch_tokens')"),
         ("metrics.jsonl", "7\n", "metrics.jsonl is damaged: line 1 (no step's and no evaluation's)"),
         ("metrics.jsonl", '{"step": [1], "validation_loss": 1}\n', "metrics.jsonl is damaged: line 1"),
         ("metrics.jsonl", '{"step": 9, "validation_loss": 1.0}\n', "metrics.jsonl is damaged: step 9 of a run of 4"),
+        ("metrics.jsonl", '{"step": 1.5, "validation_loss": 1.0}\n', "metrics.jsonl is damaged: line 1"),
+        ("metrics.jsonl", f"{DEEP}\n", "metrics.jsonl is damaged: line 1"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_damaged_files_are_named(whole, name, text, why):
     (whole / name).write_text(text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.report.making import end_early, make
+from tests.report.making import config, end_early, lines, make, write_lines
 from zenflow.report.runs import LeftOut, Run, read
 
 LOSSES = {0: 4.0, 2: 3.0, 4: 2.0, 6: 1.0}
@@ -123,6 +124,14 @@ def test_totals_are_those_of_the_lines(tmp_path):
     assert summary["worker_busy_share"] == pytest.approx(0.5 * sum(places) / 8.0)
     assert summary["m_to_host_per_step"] is None and summary["stall_seconds_per_step"] is None
     assert (summary["device"], summary["torch"]) == ("cpu, 1 thread", "2.10.0")
+
+
+def test_steps_that_were_made_twice_are_counted_up_to_the_last(tmp_path):
+    made = make(tmp_path / "run", LOSSES, steps=6)
+    write_lines(
+        made, [*map(json.loads, (made / "metrics.jsonl").read_text().splitlines()), *lines(config(steps=6), {})[-4:]]
+    )
+    assert [read(made, upto).repeated for upto in (2, 4, 6, None)] == [0, 2, 4, 4]
 
 
 @pytest.mark.parametrize(

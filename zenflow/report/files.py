@@ -13,9 +13,12 @@ from zenflow.disk import replacing
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write text as UTF-8, or bytes; whoever reads `path` meanwhile sees the old file."""
+    """Write text as UTF-8, or bytes; whoever reads `path` meanwhile sees the old file.
+
+    What UTF-8 has no bytes for, as in a folder's name that is no text, is written as \\udcff.
+    """
     with replacing(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from zenflow.report.settings import DELAY, WITHOUT_EFFECT, Values, has, parsed, value_of
+from zenflow.report.settings import DELAY, WITHOUT_EFFECT, Values, has, parsed, printable, value_of
 
 SYMBOLS = {"engine.topk_ratio": "k", "engine.update_interval": "U"}
 LONG = 30  # characters, from which on a name is too long for a picture
@@ -52,15 +52,19 @@ def override_names(
     """Each setting by its overrides, as "stagger, lr 2e-5", less what all have; None where that says too little.
 
     keys: in which the settings differ. given: a setting's overrides, as `parse` has them; None if its runs have several
-    or none. They say enough if settings that leave a key out have one value of it, and no two settings have one name.
+    or none. They say which keys are told, the settings their values. They say enough if settings that leave a key out
+    have one value of it for each choice of the groups that it is in, and no two settings have one name.
     """
     if None in given:
         return None
+    chosen = [_chosen(values, words) for values, words in zip(settings, given, strict=True)]
     for key in keys:
-        silent = [values for values, words in zip(settings, given, strict=True) if not _says(words, key)]
-        if len({value_of(values, key) for values in silent if has(values, key)}) > 1:
+        silent: dict[Hashable, set[Hashable]] = {}
+        for values, words in zip(settings, chosen, strict=True):
+            if key not in words and has(values, key):
+                silent.setdefault(_choices(words, key), set()).add(value_of(values, key))
+        if any(len(values) > 1 for values in silent.values()):
             return None
-    chosen = [{"engine": values["engine"]} | words for values, words in zip(settings, given, strict=True)]
     known = list(dict.fromkeys(key for values in (*settings, *chosen) for key in values))
     told = sorted({key for words in chosen for key in words}, key=known.index)
     varied = [key for key in told if len({words.get(key, ...) for words in chosen}) > 1]
@@ -73,25 +77,37 @@ def override_names(
     return names if len({str(name) for name in names}) == len(names) else None
 
 
-def _says(given: Values, key: str) -> bool:
-    """Whether overrides settle a key: by itself, or by the choice of a group that it is in."""
-    return any(key == name or key.startswith(f"{name}.") or name in ANYTHING for name in given)
+def _chosen(values: Values, given: Values) -> Values:
+    """The overrides with the values that they came to, and the engine."""
+    return {"engine": values["engine"]} | {
+        key: word if key == "engine" else values.get(key, word) for key, word in given.items()
+    }
+
+
+def _choices(words: Values, key: str) -> Hashable:
+    """What overrides chose of the groups that may set a key."""
+    return frozenset((name, word) for name, word in words.items() if key.startswith(f"{name}.") or name in ANYTHING)
 
 
 def parse(words: Sequence[str] | None) -> Values | None:
     """A job's overrides by key, those inside a variant like the others; without the seed and what bears on no result.
 
-    None where there are none to be read.
+    None where there are none to be read, or two for one key.
     """
     if words is None:
         return None
     given: Values = {}
     for word in " ".join(text.removeprefix("variant=").strip(QUOTES) for text in words).split():
         key, equals, text = word.lstrip("+").partition("=")
-        if not equals and word != "null":  # which is a variant that changes nothing
+        if word == "null":  # a variant that changes nothing
+            continue
+        if not equals or key.startswith("~"):
             return None
-        if equals and key not in WITHOUT_EFFECT and not key.startswith("tracking."):
-            given[key] = parsed(text)
+        if key in WITHOUT_EFFECT or f"{key}.".startswith("tracking."):
+            continue
+        value = parsed(text.strip(QUOTES))
+        if given.setdefault(key, value) != value:
+            return None
     return given
 
 
@@ -144,9 +160,9 @@ def show_value(value: Hashable, others: set[Hashable]) -> str:
         return re.sub(r"(e[+-])0+", r"\1", text)
     if isinstance(value, str):
         if "/" not in value:
-            return value
+            return printable(value)
         parts, rivals = value.split("/"), [other.split("/") for other in others if isinstance(other, str)]
         for count in range(1, len(parts) + 1):
             if sum(rival[-count:] == parts[-count:] for rival in rivals) == 1:
-                return "/".join(parts[-count:])
+                return printable("/".join(parts[-count:]))
     return json.dumps(value)

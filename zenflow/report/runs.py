@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.training.errors import InputError
+from zenflow.training.schema import Peer
 from zenflow.training.sweep import overrides_of
 
 CONFIG, METRICS, SUMMARY, LOG = "config.json", "metrics.jsonl", "summary.json", "train.log"
@@ -158,7 +159,8 @@ def read(folder: Path, upto: int | None = None) -> Run | LeftOut:
         if upto is not None:
             summary = {name: summary.get(name) for name in MACHINE} | _totals(whole)
         _require_finite(placed)
-        return Run(folder, config, summary, whole, placed, repeated, overrides, upto, unfinished, len(steps))
+        again = sum(step <= last for step in repeated)
+        return Run(folder, config, summary, whole, placed, again, overrides, upto, unfinished, len(steps))
     except _Unusable as reason:
         return LeftOut(folder, str(reason), config, overrides)
 
@@ -191,7 +193,7 @@ def _object(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _Unusable(f"{path.name} is damaged: no JSON") from None
     if not isinstance(value, dict):
         raise _Unusable(f"{path.name} is damaged: no JSON object")
@@ -208,6 +210,8 @@ def _config(folder: Path) -> dict[str, Any]:
             raise _Unusable(f"{CONFIG} is damaged: {name} is {config.get(name)!r}")
     if config["steps"] < 1:
         raise _Unusable(f"{CONFIG} is damaged: steps is {config['steps']}")
+    if "peer" in config["engine"] and config["engine"]["peer"] not in [*Peer.__members__]:
+        raise _Unusable(f"{CONFIG} has an engine that is not known here: {config['engine']['peer']!r}")
     return config
 
 
@@ -218,24 +222,27 @@ def _summary(folder: Path) -> dict[str, Any]:
         summary.setdefault(name, None)
         if summary[name] is not None and not _is_number(summary[name]):
             raise _Unusable(f"{SUMMARY} is damaged: {name} is {summary[name]!r}")
+    for name in MACHINE:
+        if not isinstance(summary.get(name), str | None):
+            raise _Unusable(f"{SUMMARY} is damaged: {name} is {summary[name]!r}")
     return summary
 
 
-def _metrics(folder: Path) -> tuple[dict[int, Step], dict[int, tuple[float, dict[str, float]]], int]:
-    """Steps and evaluations by number, and how many lines of steps a later line of the same step replaced."""
+def _metrics(folder: Path) -> tuple[dict[int, Step], dict[int, tuple[float, dict[str, float]]], list[int]]:
+    """Steps and evaluations by number, and the step of each line that a later line of the same step replaced."""
     steps: dict[int, Step] = {}
     evaluations: dict[int, tuple[float, dict[str, float]]] = {}
-    lines, repeated = _text(folder / METRICS).splitlines(keepends=True), 0
+    lines, repeated = _text(folder / METRICS).splitlines(keepends=True), []
     for place, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
-            number = _number(line, "step")
+            number = _step_number(line)
             if "validation_loss" in line:
                 evaluations[number] = _evaluation(line)
             else:
-                repeated += number in steps
+                repeated += [number] if number in steps else []
                 steps[number] = _step(line)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if place == len(lines) and not text.endswith("\n"):
                 break  # torn off while it was written: what it lacks is missed below
             what = f"no {error}" if isinstance(error, KeyError) else "no step's and no evaluation's"
@@ -251,6 +258,13 @@ def _number(line: dict[str, Any], name: str) -> float:
     if not _is_number(line[name]):
         raise TypeError(name)
     return line[name]
+
+
+def _step_number(line: dict[str, Any]) -> int:
+    number = _number(line, "step")
+    if number % 1:
+        raise ValueError("step")
+    return int(number)
 
 
 def _step(line: dict[str, Any]) -> Step:

@@ -35,7 +35,7 @@ NOT_RECORDED = "not recorded"
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
-    """{"engine": {"topk_ratio": 0.1}} as {"engine.topk_ratio": 0.1}; lists become tuples."""
+    """{"engine": {"topk_ratio": 0.1}} as {"engine.topk_ratio": 0.1}; lists become tuples, and dicts in them, too."""
     values: Values = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -46,6 +46,8 @@ def flat(config: dict[str, Any], prefix: str = "") -> Values:
 
 
 def _hashable(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
@@ -103,7 +105,12 @@ def task_name(config: dict[str, Any]) -> str:
     model, data = config["model"], config["data"]
     source = model.get("path") or model.get("package") or model.get("kind")
     text = data["path"] if data.get("kind") == "file" and data.get("path") else data.get("task") or data.get("kind")
-    return f"{_last_parts(source)} on {_last_parts(text)}"
+    return printable(f"{_last_parts(source)} on {_last_parts(text)}")
+
+
+def printable(text: str) -> str:
+    """The text with what UTF-8 has no bytes for as \\udcff: a path's bytes may be no text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _last_parts(path: Any) -> str:

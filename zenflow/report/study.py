@@ -239,7 +239,8 @@ def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
         words = ", ".join(map(str, sorted(threads)))
         notes.append(f"The runs on the CPU had several numbers of threads, which move their speed: {words}.")
     if repeated := sum(run.repeated for run in runs):
-        notes.append(f"{repeated} lines of steps were written anew after a resumption; the later ones count.")
+        lines = "line of a step was" if repeated == 1 else "lines of steps were"
+        notes.append(f"{repeated:,} {lines} written anew after a resumption; what was written last counts.")
     return notes
 
 

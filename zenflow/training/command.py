@@ -138,9 +138,7 @@ def _with_variant(cfg: DictConfig, *, part_of_sweep: bool) -> DictConfig:
         return cfg
     running = HydraConfig.get()
     words = cfg.variant.split()
-    # What was given for the ablated engine is not for another that the variant takes in its place.
-    dropped = ("variant=", "engine.") if any(word.startswith("engine=") for word in words) else ("variant=",)
-    given = [word for word in running.overrides.task if not word.startswith(dropped)]
+    given = [word for word in running.overrides.task if not word.startswith(_dropped_for(words))]
     try:
         varied = compose(running.job.config_name, [*given, *words])
     except (HydraException, ValueError) as error:
@@ -150,6 +148,13 @@ def _with_variant(cfg: DictConfig, *, part_of_sweep: bool) -> DictConfig:
         raise InputError(sentence) from error
     varied.variant = None
     return varied
+
+
+def _dropped_for(variant: Sequence[str]) -> tuple[str, ...]:
+    """How words begin that a variant of these words leaves out: what was given for the ablated engine is not for
+    another that it takes in its place.
+    """
+    return ("variant=", "engine.") if any(word.startswith("engine=") for word in variant) else ("variant=",)
 
 
 def _note_job(folder: Path) -> Job:
@@ -200,7 +205,10 @@ def _take_back() -> None:
 
 
 def _swept(sweep: Path, words: Sequence[str]) -> tuple[str, ...]:
-    """Those of a job's settings that its sweep varies; all of them under a sweeper that does not write which."""
+    """Those of a job's settings that its sweep varies; all of them under a sweeper that does not write which.
+
+    A variant's words come without its name, and without those that it replaces.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
@@ -210,8 +218,16 @@ def _swept(sweep: Path, words: Sequence[str]) -> tuple[str, ...]:
     given = [f"{name}={value}" for name, value in (asked.sweeper.get("params") or {}).items()]
     parsed = OverridesParser.create().parse_overrides([*given, *asked.overrides.task])
     varied = {override.key_or_group for override in parsed if override.is_sweep_override()}
-    chosen = [word for word in words if word.partition("=")[0].lstrip("+") in varied]
-    return tuple(word.removeprefix("variant=").strip("'") for word in chosen)
+    chosen = [word for word in words if _key(word) in varied]
+    variant = next((word.removeprefix("variant=").strip("'") for word in chosen if word.startswith("variant=")), None)
+    if variant is None:
+        return tuple(chosen)
+    dropped, said = _dropped_for(variant.split()), set(map(_key, variant.split()))
+    return variant, *(word for word in chosen if not word.startswith(dropped) and _key(word) not in said)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+")
 
 
 def explain(error: BaseException) -> str | None:

@@ -52,5 +52,5 @@ def _read(note: Path) -> Job | None:
     try:
         values: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
         return Job(note.parent, str(values["sweep"]), int(values["job"]), tuple(map(str, values["overrides"])))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
