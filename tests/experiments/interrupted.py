@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,12 +47,15 @@ def add_dropout() -> Callable[[], None]:
 
 
 def signal_after(step: int, number: int) -> None:
-    """Send this process a signal within step `step`, when its update has been made."""
+    """Send this process a signal within step `step`, when its update has been made and what is being saved is whole."""
     stepping = Loop._step
 
     def stepped(loop: Loop, at: int) -> None:
         stepping(loop, at)
         if at == step:
+            for thread in threading.enumerate():
+                if thread.name.startswith("save "):
+                    thread.join()
             os.kill(os.getpid(), number)
 
     Loop._step = stepped
