@@ -318,6 +318,16 @@ class Trainer:
         for found, expected in zip(self.bits(), self.simulated_bits(), strict=True):
             np.testing.assert_array_equal(found, expected)
 
+    def run_predicted(self) -> None:
+        """Five checked windows, predicted but for the fourth; in the third, matrix 1 has no counted step."""
+        for number, n_steps in enumerate((MAX_STEPS, 1, 3, MAX_STEPS, 2)):
+            window = self.make_window(n_steps)
+            window.predict = number != 3
+            for present in window.present:
+                present[:, 1] = number != 2
+            self.run(window)
+            self.check()
+
     def close(self) -> None:
         self.client.close()
         for memory in self.memories:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.worker.feeding import MAX_STEPS, STEPS, encode, make_segment
+from tests.worker.feeding import STEPS, encode, make_segment
 from tests.worker.test_cpu_pass import (
     SHAPES,
     channel_steps,
@@ -70,13 +70,7 @@ def test_lanes_take_gradients_and_results_in_turn(trainer, monkeypatch, channel_
     ]  # fmt: skip
     assert [segment.in_place for segment in segments] == [True] * 6 + [False, True]
     t = trainer(*segments, settings=WorkerSettings(weight_prediction=0.7))
-    for number, n_steps in enumerate((MAX_STEPS, 1, 3, 4, 2)):
-        window = t.make_window(n_steps)
-        window.predict = number != 3
-        for present in window.present:
-            present[:, 1] = number != 2
-        t.run(window)
-        t.check()
+    t.run_predicted()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

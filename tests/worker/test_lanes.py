@@ -50,13 +50,7 @@ def test_predictions_go_to_two_shadows_in_turn(trainer, monkeypatch, rule, nativ
     """The fourth window's results are shown at once, and a matrix has no counted step: both show plain masters."""
     monkeypatch.setenv("ZENFLOW_NATIVE", native)
     t = trainer(*segments(predicted=True), settings=rule_settings(rule, weight_prediction=0.7))
-    for number, n_steps in enumerate((4, 1, 3, 4, 2)):
-        window = t.make_window(n_steps)
-        window.predict = number != 3
-        for present in window.present:
-            present[:, 1] = number != 2
-        t.run(window)
-        t.check()
+    t.run_predicted()
 
 
 @pytest.mark.parametrize("rule", ["accumulate", "replay"])
