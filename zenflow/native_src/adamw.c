@@ -191,21 +191,19 @@ INLINE void stream_line(char *to, const char *from) {
 #endif
 }
 
-/* Over the gradient that has just been read, and is in the caches. */
-static void write_over(char *out, const float *p, long length, int kind) {
+/* As OUT kind, by plain stores: also over the gradient that has just been read, and is in the caches. */
+INLINE void write_plain(char *out, const float *p, long length, int kind) {
     if (kind == OUT_BF16) round_to((uint16_t *)out, p, length, OUT_BF16);
     else if (kind == OUT_F16) round_to((uint16_t *)out, p, length, OUT_F16);
     else copy((float *)out, p, length);
 }
 
-static void write_out(char *out, const float *p, long length, int kind) {
+static void write_past(char *out, const float *p, long length, int kind) {
     union { uint16_t halves[BLOCK]; float singles[BLOCK]; } room __attribute__((aligned(LINE)));
     const char *rounded = (const char *)&room;
     const long size = length * (kind == OUT_F32 ? 4 : 2);
     long done = 0;
-    if (kind == OUT_BF16) round_to(room.halves, p, length, OUT_BF16);
-    else if (kind == OUT_F16) round_to(room.halves, p, length, OUT_F16);
-    else copy(room.singles, p, length);
+    write_plain((char *)&room, p, length, kind);
     if ((uintptr_t)out % LINE == 0) {
         for (; done + LINE <= size; done += LINE) stream_line(out + done, rounded + done);
     }
@@ -233,9 +231,10 @@ static void block(const arrays_t *a, const piece_t *piece, const plan_t *plan, l
     }
     if (a->out_kind == OUT_NONE) return;
     if (prediction != 0) predict(g, p, old, prediction, length);
+    const float *shown = prediction != 0 ? g : p;
     char *out = a->out + first * (a->out_kind == OUT_F32 ? 4 : 2);
-    if (a->in_place) write_over(out, prediction != 0 ? g : p, length, a->out_kind);
-    else write_out(out, prediction != 0 ? g : p, length, a->out_kind);
+    if (a->in_place) write_plain(out, shown, length, a->out_kind);
+    else write_past(out, shown, length, a->out_kind);
 }
 
 /* Elements [start, stop) of the flat storage, of which those between the pieces are padding. */

@@ -64,7 +64,7 @@ def given_settings() -> list[str]:
     """The settings and groups that the command line names, of a job that runs."""
     from hydra.core.hydra_config import HydraConfig
 
-    return [word.partition("=")[0].lstrip("+~") for word in HydraConfig.get().overrides.task]
+    return [_key(word) for word in HydraConfig.get().overrides.task]
 
 
 def run_command(
@@ -227,7 +227,8 @@ def _swept(sweep: Path, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+")
+    """The setting or group that a word of the command line is about."""
+    return word.partition("=")[0].lstrip("+~")
 
 
 def explain(error: BaseException) -> str | None:
