@@ -29,13 +29,15 @@ export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 all=(step step_1024 selection growth contention memory kernels)
 read -ra parts <<<"${PARTS:-${all[*]}}"
 
+together=U=4,stagger=false,weight_prediction=0 # all windows end in the same step, as in the paper
+
 arguments() {
     case $1 in
         step)
-            echo step --trace --zenflow U=4 U=8 U=4,stagger=true U=8,stagger=true U=4,accumulate_on=host \
-                U=4,accumulate_on=host,deferred_rule=replay --peer-windows 3
+            echo step --trace --zenflow U=4 U=8 U=4,weight_prediction=0 $together ${together/U=4/U=8} \
+                U=4,accumulate_on=host U=4,accumulate_on=host,deferred_rule=replay --peer-windows 3
             ;;
-        step_1024) echo step --trace --length 1024 --trainers zenflow sync --zenflow U=4 U=8 U=4,stagger=true ;;
+        step_1024) echo step --trace --length 1024 --trainers zenflow sync --zenflow U=4 U=8 $together ;;
         selection) echo step --trainers zenflow --zenflow U=4 --selection ;;
         growth) echo step --trainers zenflow --zenflow U=4 --growth ;;
         contention) echo step --trainers floor --contention 8 12 ;;

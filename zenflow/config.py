@@ -63,15 +63,15 @@ class ZenFlowConfig:
     overlap_step: bool = True
     """True: a window's deferred result is visible `visible_after` steps later. False: at its own end."""
 
-    stagger: bool = False
-    """True: the deferred matrices form up to U cohorts whose windows end one step after another, instead of all in the
-    same step."""
+    stagger: bool = True
+    """True: the deferred matrices form up to U cohorts whose windows end one step after another. False: all end in the
+    same step, as in the paper."""
 
     visible_after: int | Literal["auto"] = "auto"
-    """Steps from a window's last to the one at whose end its result is visible, 1 to U; auto: U, or with `stagger` 2 at
-    most. Only auto under `overlap_step: false`."""
+    """Steps from a window's last to the one at whose end its result is visible, 1 to U; auto: 2 with `stagger` (U at
+    most), U without: one window later. Only auto under `overlap_step: false`."""
 
-    weight_prediction: float = 0.0
+    weight_prediction: float = 1.0
     """a, 0 to 2: a result that becomes visible late is shown as `master + a * (the window's update)`, because weights
     and gradients will have gone on by then. Masters never hold a prediction, nor do weights after `flush()`. 0: off."""
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.processes import ends_within
+from zenflow import ZenFlowConfig
 from zenflow.bench import command
 from zenflow.bench.children import environment, module_command, run_job
 from zenflow.bench.command import main
@@ -115,7 +116,13 @@ def test_a_peer_takes_as_many_steps_as_are_asked_for(words, steps):
 def test_the_step_table_has_both_windows_and_all_that_keeps_its_gradients_on_the_host():
     args = command._parser().parse_args(["step"])
     assert [variant.settings.get("deferred_rule") or variant.settings.get("accumulate_on") or variant.window
-            for variant in args.zenflow] == [4, 8, "host", "replay"]  # fmt: skip
+            for variant in args.zenflow] == [4, 8, 4, "host", "replay"]  # fmt: skip
+    configs = [ZenFlowConfig(**variant.settings) for variant in args.zenflow]
+    assert [(config.stagger, config.predicts) for config in configs[1:4]] == [
+        (True, True),
+        (False, False),
+        (True, True),
+    ]
 
 
 def test_torch_s_adamw_on_the_host_trains_as_on_the_device():  # G8

@@ -66,6 +66,14 @@ def test_missing_keys_take_deepspeeds_defaults():
     assert (resolved.update_interval, resolved.select_strategy, resolved.select_interval) == (4, "step", 100)
 
 
+def test_what_deepspeed_has_no_key_for_is_as_it_is_here():
+    """Windows of cohorts and predictions, also from a file; its own schedule has to be asked for."""
+    usual = ZenFlowConfig.from_deepspeed(document(FULL))
+    assert (usual.stagger, usual.weight_prediction, usual.visible_after_steps) == (True, 1.0, 2)
+    theirs = ZenFlowConfig.from_deepspeed(document(FULL), stagger=False, weight_prediction=0.0)
+    assert (theirs.stagger, theirs.predicts, theirs.visible_after_steps) == (False, False, 8)
+
+
 def test_the_recommended_file_is_accepted():
     """The block of DeepSpeed's own tutorial."""
     block = {

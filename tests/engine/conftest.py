@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.driving import Builder
+from tests.engine.simulation import TOGETHER
 from tests.engine.uploading import watch_uploads
 from zenflow import ZenFlow
 from zenflow.uploading import Sent
@@ -18,11 +19,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def build() -> Iterator[Builder]:
-    """Makes engines that defer every matrix, however small, and closes them."""
+    """Makes engines that defer every matrix, however small, on the schedule `TOGETHER`, as the simulation and what most
+    tests count by hand are; those of the usual one say `USUAL`. Closes them."""
     made: list[ZenFlow] = []
 
     def make(params: Any, **settings: Any) -> ZenFlow:
-        made.append(ZenFlow(params, **{"min_deferred_numel": 0, "worker_threads": 1, **settings}))
+        made.append(ZenFlow(params, **{"min_deferred_numel": 0, "worker_threads": 1, **TOGETHER, **settings}))
         return made[-1]
 
     yield make

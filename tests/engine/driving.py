@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.simulated_state import Group
-from tests.engine.simulation import DEFAULTS, Reference, Simulation
+from tests.engine.simulation import DEFAULTS, TOGETHER, Reference, Simulation
+from zenflow.config import ZenFlowConfig
 
 if TYPE_CHECKING:
     from zenflow import ZenFlow
@@ -20,6 +21,9 @@ Builder = Callable[..., "ZenFlow"]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (), (31, 3), (1, 9)]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What a user has who says nothing: windows of cohorts, results two steps later, as predictions.
+USUAL = {name: getattr(ZenFlowConfig(), name) for name in TOGETHER}
+SCHEDULES: dict[str, dict[str, Any]] = {"usual": USUAL, "together": TOGETHER}
 RULES: dict[str, dict[str, Any]] = {
     "gpu": {},
     "host": {"accumulate_on": "host"},

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.driving import SHAPES, Builder, assert_same_bits, backward, make_gradients, make_parameters, snapshot
+from tests.engine.simulation import TOGETHER
 from zenflow import ZenFlow
 from zenflow.checkpoint_folder import load, save
 from zenflow.state_tree import flatten
 
-SETTINGS = {"topk_ratio": 0.3, "update_interval": 3, "select_interval": 5, "max_grad_norm": 0.5}
+SETTINGS = {"topk_ratio": 0.3, "update_interval": 3, "select_interval": 5, "max_grad_norm": 0.5, **TOGETHER}
 
 
 @dataclass

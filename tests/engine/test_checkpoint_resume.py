@@ -18,12 +18,15 @@ from hypothesis import strategies as draw
 from torch import nn
 from zenflow_kernels.close_step import close_step
 
-from tests.engine.driving import Builder, assert_same_bits, feed, make_gradients, make_parameters, snapshot
+from tests.engine.driving import USUAL, Builder, assert_same_bits, feed, make_gradients, make_parameters, snapshot
 from tests.engine.resuming import Run, assert_same_run, assert_same_state, check_resumed, draw_script, make_script
 from zenflow.checkpoint_folder import load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "usual-bf16": (torch.bfloat16, USUAL),
+    "usual-fp32": (torch.float32, USUAL),
+    "usual-host-bf16": (torch.bfloat16, {"accumulate_on": "host", **USUAL}),
     "gpu-bf16": (torch.bfloat16, {}),
     "host-fp32": (torch.float32, {"accumulate_on": "host", "full_warm_up_rounds": 2}),
     "replay-bf16": (torch.bfloat16, {"accumulate_on": "host", "deferred_rule": "replay"}),
@@ -50,7 +53,7 @@ def test_i7_saved_at_any_step_a_run_goes_on(mode: str, device: str, build: Build
     on its way, a skipped step, a selection and a changed learning rate; weights at every later step, and in the end all
     masters, moments, t, owners and counters. Half of them go back in one optimizer that has gone on already."""
     dtype, given = MODES[mode]
-    rewinds = mode in ("host-fp32", "staleness-0-fp32", "window-scores-fp32", "average-scores-bf16")
+    rewinds = mode in ("usual-fp32", "host-fp32", "staleness-0-fp32", "window-scores-fp32", "average-scores-bf16")
     check_resumed(make_script(dtype, given, 9), range(1, 9), device, build, tmp_path, rewinds=rewinds)
 
 

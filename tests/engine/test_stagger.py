@@ -15,6 +15,7 @@ from tests.engine.driving import (
     DTYPES,
     RULES,
     SHAPES,
+    USUAL,
     Builder,
     Pair,
     ReferencePair,
@@ -37,6 +38,7 @@ SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval
 
 
 DELAYS = {
+    "usual": USUAL,
     "staggered": {"stagger": True},
     "staggered-1": {"stagger": True, "visible_after": 1},
     "staggered-U": {"stagger": True, "visible_after": 4},
@@ -145,7 +147,9 @@ def test_i4_staggered_replay_without_delay_is_adamw_at_each_cohort_s_window_end(
     """Also where a selection ends all windows before their time, which it does in just the step in which it is due."""
     settings = {"accumulate_on": "host", "deferred_rule": "replay", "overlap_step": False, "select_interval": 7}
     pair = ReferencePair(
-        build, make_parameters(SHAPES, DTYPES[dtype], device), **{**SETTINGS, **settings, "topk_ratio": topk_ratio}
+        build,
+        make_parameters(SHAPES, DTYPES[dtype], device),
+        **{**SETTINGS, **USUAL, **settings, "topk_ratio": topk_ratio},
     )
     cohorts, start = cohorts_of(pair.engine), 0
     assert set(cohorts) == {None, 1, 2, 3, 4}

@@ -61,6 +61,17 @@ def jobs(name: str) -> list[TrainConfig]:
     return found
 
 
+@pytest.mark.parametrize("name", ["ablation_staleness", "ablation_weight_prediction"])
+def test_a_schedule_is_beside_the_paper_s_and_the_default(name):
+    configs = [config.engine for config in jobs(name) if isinstance(config.engine, ZenFlowEngine)]
+    tried = [
+        (config.stagger, config.weight_prediction, config.visible_after)
+        for config in configs
+        if config.update_interval == 4 and config.overlap_step
+    ]
+    assert {(False, 0.0, "auto"), (True, 0.0, "auto"), (True, 1.0, "auto")} <= set(tried)
+
+
 def test_there_is_a_file_for_each_and_each_file_is_known():
     assert [path.stem for path in FILES] == sorted(VARIED)
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from experiments.train import CONF
 from zenflow import ZenFlowConfig
 from zenflow.training.command import explain, register
-from zenflow.training.schema import TrainConfig, ZenFlowEngine, plain
+from zenflow.training.schema import SimulatedEngine, TrainConfig, ZenFlowEngine, plain
 
 SMOKE = ("debug=smoke", "plot=false", "threads=1")
 
@@ -50,7 +50,37 @@ def test_the_engine_s_file_lists_every_field_with_its_default():
 def test_the_engines_are_what_their_names_say():
     offload = composed("engine=zero_offload").engine
     assert (offload.topk_ratio, offload.update_interval, offload.overlap_step) == (0, 1, False)
+    assert (offload.stagger, offload.weight_prediction) == (False, 0.0)
     assert (composed().engine.topk_ratio, composed().engine.update_interval) == (0.1, 4)
+
+
+PAPER, STAGGERED = (False, 0.0, "auto"), (True, 0.0, "auto")
+
+
+@pytest.mark.parametrize(
+    ("choice", "schedule", "changed"),
+    [
+        ("together", PAPER, {}),
+        ("stagger", STAGGERED, {}),
+        ("zenflow", (True, 1.0, "auto"), {}),
+        ("predicted", (True, 1.0, 1), {}),
+        ("accumulate_none", PAPER, {"deferred_lr_scale": "none"}),
+        ("accumulate_2", PAPER, {"deferred_lr_scale": 2}),
+        ("replay", PAPER, {"accumulate_on": "host", "deferred_rule": "replay"}),
+        ("replay_undelayed", PAPER, {"accumulate_on": "host", "deferred_rule": "replay", "overlap_step": False}),
+    ],
+)
+def test_an_engine_is_the_default_with_its_schedule_and_its_rule(choice, schedule, changed):
+    """Rules are compared on the paper's schedule, on which they have been measured."""
+    names = ("stagger", "weight_prediction", "visible_after")
+    engine = plain(composed(f"engine={choice}").engine)
+    assert engine == plain(ZenFlowEngine()) | dict(zip(names, schedule, strict=True)) | changed
+
+
+def test_simulated_rules_depart_from_the_paper_s_schedule():
+    engine = plain(composed("experiment=simulate_rules").engine)
+    assert (engine["stagger"], engine["weight_prediction"], engine["visible_after"]) == PAPER
+    assert composed("engine=simulated").engine == SimulatedEngine()
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1e-4", "1", "0.5"])

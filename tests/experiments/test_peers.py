@@ -288,7 +288,8 @@ def test_the_sweep_has_every_offload_on_one_task(swept):
     engines = [engine_of(record) for record in records]
     assert engines[:3] == ["adamw", "adamw_offload", "zero_offload"] and set(PEERS) <= set(engines)
     ours = [record["engine"] for record in records if engine_of(record) == "zenflow"]
-    assert [(one["stagger"], one["weight_prediction"]) for one in ours] == [(False, 0.0), (True, 0.0), (True, 1.0)]
+    schedules = [(one["stagger"], one["weight_prediction"], one["visible_after"]) for one in ours]
+    assert schedules == [(False, 0.0, "auto"), (True, 0.0, "auto"), (True, 1.0, "auto"), (True, 1.0, 1)]
     assert len({key(task_of(record)) for record in records}) == 1
     clipped = {name for name, record in zip(engines, records, strict=True) if record["optimizer"]["max_grad_norm"]}
     assert set(engines) - clipped == {"torchao_offload"}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.commands import BRIEF
+from tests.engine.simulation import TOGETHER
 from zenflow.config import ZenFlowConfig
 from zenflow.training.engines import AdamW, ZenFlowRun
 from zenflow.training.metrics import Recorder, StepTimer
@@ -28,12 +29,14 @@ def fields_of(config: ZenFlowConfig) -> dict[str, Any]:
 def moved(
     folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, device: str = "cpu", **settings: Any
 ) -> tuple[list[dict], list[Tensor]]:
-    """The lines of a run whose gradient is always 1, and how far each step moved the weights `[16]`, by column.
+    """The lines of a run whose gradient is always 1, and how far each step moved the weights `[16]`, by column; on the
+    schedule of the paper, where `settings` name no other.
 
     AdamW moves by the rate itself then, whatever its t: both moments' means are 1.
     """
     weight = nn.Parameter(torch.zeros(8, 16, device=device))
-    config = ZenFlowConfig(**{"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1} | settings)
+    own = {"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1}
+    config = ZenFlowConfig(**own | TOGETHER | settings)
     engine = ZenFlowRun([weight], config, lr=1.0, weight_decay=0.0)
     timer, distances = StepTimer(weight.device), []
     with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(fields_of(config))) as recorder:
@@ -56,6 +59,7 @@ SETTINGS = {
     "number": {"deferred_lr_scale": 2.5},
     "undelayed": {"overlap_step": False},
     "window-of-one": {"update_interval": 1},
+    "undelayed-window-of-one": {"update_interval": 1, "overlap_step": False, "stagger": True},
     "half-delay": {"visible_after": 2},
     "one-cohort": {"stagger": True},
     "warm-up": {"full_warm_up_rounds": 3, "update_interval": 3},
@@ -119,7 +123,7 @@ def test_a_rate_that_the_host_cannot_know_is_left_out(tmp_path, log_every):
 
 def test_a_staggered_line_has_the_rate_of_the_cohort_that_became_visible():
     """U 3, visible two steps later, warm-up to step 2, a selection at step 7 at which three windows end."""
-    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=3, stagger=True, full_warm_up_rounds=2)))
+    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=3, full_warm_up_rounds=2)))
     lines = [{"step": step, "lr": float(step)} for step in range(1, 13)]
     rates.read(lines, 0)
     staleness = {1: 0, 2: 0, **dict.fromkeys((5, 6), 1), 7: 0, **dict.fromkeys((10, 11, 12), 1)}
@@ -132,7 +136,7 @@ def test_a_staggered_line_has_the_rate_of_the_cohort_that_became_visible():
 
 
 def test_steps_of_which_all_were_skipped_are_known():
-    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=2)))
+    rates = DeferredRates(fields_of(ZenFlowConfig(update_interval=2, **TOGETHER)))
     lines = [{"step": step, "lr": 0.5} for step in range(1, 7)]
     rates.read(lines[:2], 0)
     rates.read(lines[2:4], 2)

@@ -304,18 +304,18 @@ def test_a_long_run_stands_beside_offloads_that_follow_adamw_on_both_corpora(com
     words = ("experiment=rules_long", "debug=rules", "threads=1", "seed=0", "steps=3", "evaluate_every=null")
     model = f"model.path={tmp_path / 'pretrain' / 'model'}"
     sweep = command(*words, model, "data=c_headers", f"data.path={tmp_path / 'c'}", folder=tmp_path / "out" / "c")
-    engines = [sweep.config(str(job))["engine"] for job in range(6)]
-    assert sweep.code == 0 and not (sweep.folder / "6").exists()
-    assert [engine.get("offload") for engine in engines] == [False, True, None, None, None, None]
-    assert [engine.get("topk_ratio") for engine in engines] == [None, None, 0.0, 0.1, 0.1, 0.1]
-    losses = [sweep.summary(str(job))["validation_loss_after"] for job in range(6)]
+    engines = [sweep.config(str(job))["engine"] for job in range(7)]
+    assert sweep.code == 0 and not (sweep.folder / "7").exists()
+    assert [engine.get("offload") for engine in engines] == [False, True, None, None, None, None, None]
+    assert [engine.get("topk_ratio") for engine in engines] == [None, None, 0.0, 0.1, 0.1, 0.1, 0.1]
+    losses = [sweep.summary(str(job))["validation_loss_after"] for job in range(7)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) == pytest.approx(losses[2], rel=1e-4)
     command("experiment=rules", *words[1:], model, "engine=adamw", folder=tmp_path / "out" / "torch")
     found = studies([read(folder) for folder in find([tmp_path / "out"])], [], {})
     delays = [setting for study in found for setting in study.settings if "visible_after" in setting.fields]
     assert [setting.name for setting in delays] == ["predicted"]  # the others have the usual one
     assert "visible_after 1" in delays[0].fields
-    assert [len(study.settings) for study in found] in ([1, 6], [6, 1])  # another folder of headers is another task
+    assert [len(study.settings) for study in found] in ([1, 7], [7, 1])  # another folder of headers is another task
 
 
 @needs_transformers
@@ -324,7 +324,7 @@ def test_the_sweep_covers_every_rule(command, tmp_path):
     sweep = ("experiment=rules_sweep", "debug=rules", "threads=1", "seed=0", "optimizer.lr=1e-4", "steps=5")
     outcome = command(*sweep, f"model.path={tmp_path / 'pretrain' / 'model'}", folder=tmp_path / "sweep")
     assert outcome.code == 0
-    engines = [outcome.config(str(job))["engine"] for job in range(9)]
+    engines = [outcome.config(str(job))["engine"] for job in range(10)]
     keys = ("deferred_rule", "deferred_lr_scale", "overlap_step", "accumulate_on", "stagger", "weight_prediction")
     assert [tuple(engine.get(key) for key in keys) for engine in engines] == [
         (None, None, None, None, None, None),
@@ -334,12 +334,14 @@ def test_the_sweep_covers_every_rule(command, tmp_path):
         ("accumulate", "linear", True, "gpu", False, 0.0),
         ("accumulate", "linear", True, "gpu", True, 0.0),
         ("accumulate", "linear", True, "gpu", True, 1.0),
+        ("accumulate", "linear", True, "gpu", True, 1.0),
         ("replay", "linear", True, "host", False, 0.0),
         ("replay", "linear", False, "host", False, 0.0),
     ]
     assert all((engine["topk_ratio"], engine["update_interval"]) == (0.1, 4) for engine in engines[2:])
+    assert [engine["visible_after"] for engine in engines[2:]] == [4, 4, 4, 2, 2, 1, 4, 0]
     assert [engine.get("offload") for engine in engines[:3]] == [False, True, None]
-    starts = {outcome.summary(str(job))["validation_loss_before"] for job in range(9)}
-    there, here, *others = (outcome.summary(str(job))["validation_loss_after"] for job in range(9))
-    assert len(starts) == 1 and here == pytest.approx(there, rel=1e-3) and len({there, *others}) == 8
-    assert not (outcome.folder / "9").exists()
+    starts = {outcome.summary(str(job))["validation_loss_before"] for job in range(10)}
+    there, here, *others = (outcome.summary(str(job))["validation_loss_after"] for job in range(10))
+    assert len(starts) == 1 and here == pytest.approx(there, rel=1e-3) and len({there, *others}) == 9
+    assert not (outcome.folder / "10").exists()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.engine.driving import assert_same_bits, backward, make_gradients, make_parameters
+from tests.engine.driving import USUAL, assert_same_bits, backward, make_gradients, make_parameters
+from tests.engine.simulation import TOGETHER
 from zenflow import ZenFlow, ZenFlowConfig
 from zenflow.simulate.rule import Rule
 from zenflow.simulate.simulation import Simulation
@@ -17,7 +18,8 @@ from zenflow.simulate.simulation import Simulation
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (31, 3), (1, 9)]
 HOST = {"accumulate_on": "host"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": USUAL,
+    "together": {},
     "prompt": {"overlap_step": False},
     "half-window": {"visible_after": 2},
     "stagger": {"stagger": True},
@@ -27,14 +29,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "replay": HOST | {"deferred_rule": "replay"},
     "replay-prediction-stagger": HOST | {"deferred_rule": "replay", "weight_prediction": 1.0, "stagger": True},
     "host": HOST,
+    "host-default": HOST | USUAL,
     "warm-up": {"full_warm_up_rounds": 5},
+    "warm-up-default": {"full_warm_up_rounds": 5} | USUAL,
     "scale-none": {"deferred_lr_scale": "none"},
     "scale-2-rows": {"deferred_lr_scale": 2.0, "channel_dim": "row", "importance": "magnitude"},
     "k-0": {"topk_ratio": 0.0, "update_interval": 3},
     "k-1": {"topk_ratio": 1.0},
     "bfloat16-ring": {"ring_dtype": "bfloat16"},
 }
-IN_BFLOAT16 = ("default", "host", "stagger-1-prediction", "replay-prediction-stagger")
+IN_BFLOAT16 = ("default", "together", "host", "stagger-1-prediction", "replay-prediction-stagger")
 OPTIMIZER = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -60,7 +64,7 @@ def test_a_rule_of_the_engine_gives_the_engine_s_bits(name: str, dtype: torch.dt
     """Fifteen steps: a learning rate that moves, clipping, decay, selections, an absent and an infinite gradient."""
     config = ZenFlowConfig(**{
         "topk_ratio": 0.3, "select_interval": 6, "min_deferred_numel": 0, "max_grad_norm": 0.5, "worker_threads": 1,
-    } | SETTINGS[name])  # fmt: skip
+    } | TOGETHER | SETTINGS[name])  # fmt: skip
     theirs, ours = make_parameters(SHAPES, dtype), make_parameters(SHAPES, dtype)
     engine = ZenFlow(theirs, lr=0.01, config=config, **OPTIMIZER)
     close.append(engine)

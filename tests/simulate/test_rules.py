@@ -10,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.engine.driving import assert_same_bits, feed, make_gradients, make_parameters
+from tests.engine.simulation import TOGETHER
 from zenflow import ZenFlowConfig
 from zenflow.simulate.rule import Rule
 from zenflow.simulate.simulation import Simulation
@@ -20,7 +21,8 @@ SHAPES = [(7, 13), (16, 12), (31, 3), (5,)]
 
 
 def rule(own: dict[str, Any], **settings: Any) -> Rule:
-    return Rule(ZenFlowConfig(**{"topk_ratio": 0.0, "min_deferred_numel": 0} | settings), **own)
+    """On the schedule of the paper, where `settings` name no other."""
+    return Rule(ZenFlowConfig(**{"topk_ratio": 0.0, "min_deferred_numel": 0} | TOGETHER | settings), **own)
 
 
 def simulated(parameters: list[Parameter], chosen: Rule) -> Simulation:

@@ -49,7 +49,7 @@ def row_of(job: Job, result: dict[str, Any]) -> Row:
         "host_wait_ms": _each(totals, "host_wait_seconds", job.steps, 1e3),
         "to_host_m": _each(totals, "bytes_to_host", job.steps, 1 / weights),
         "to_device_m": _each(totals, "bytes_to_device", job.steps, 1 / weights),
-        "worker_ms_a_window": _each(totals, "worker_busy_seconds", totals.get("windows"), 1e3),
+        "worker_ms_a_window": _each(totals, "worker_busy_seconds", job.steps / job.window, 1e3),
         "copied_gb_per_s": _each(totals, "copied_bytes", job.steps, 1e-6 / result["mean_ms"]),
         "skipped_steps": totals.get("skipped_steps"),
         "peak_bytes": result["peak_bytes"],

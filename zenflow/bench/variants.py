@@ -9,7 +9,10 @@ from typing import Any
 from zenflow.config import ZenFlowConfig
 
 SHORT = {"k": "topk_ratio", "U": "update_interval"}
-DEFAULT_VARIANTS = ("U=4", "U=8", "U=4,accumulate_on=host", "U=4,accumulate_on=host,deferred_rule=replay")
+DEFAULT_VARIANTS = (
+    *("U=4", "U=8", "U=4,stagger=false,weight_prediction=0"),  # the last: the paper's schedule
+    *("U=4,accumulate_on=host", "U=4,accumulate_on=host,deferred_rule=replay"),
+)
 WORDS = {"true": True, "false": False, "none": None}
 
 

@@ -39,6 +39,9 @@ def advise(figures: Figures, parameters: int, memory_share: float) -> Advice:
     """The largest k that fits on the card, and the smallest U of `WINDOWS` whose floor steps cover a window's work.
 
     For a run with every parameter deferred. If no U is long enough it is the longest, with the stall that remains.
+    Of U staggered cohorts each has a U-th of that work and two steps for it (`visible_after`), so that what decides is
+    as ever whether the CPU gets through a window's work in its steps. Uneven cohorts, as where one matrix is most of
+    the model, are not reckoned with.
     memory_share: of the card, that may be used.
     """
     assert figures.worker_busy is not None and figures.stall is not None

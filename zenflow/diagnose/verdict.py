@@ -132,9 +132,9 @@ def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Dec
         f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe"
         f"{_of_what(figures)}.",
         f"Try ZenFlow: {advice.overrides}, with all else as it is at first. By these measurements {fit}. That is an "
-        "estimate: the work is hidden under "
-        "compute where it fits, not gone, and speed and quality are known only after zenflow-compare. No gradient is "
-        "dropped; a longer window hides more and costs more quality, so look at the held-out loss before U grows.",
+        "estimate: each step takes a share of that work, which is hidden under compute where it fits, not gone, and "
+        "speed and quality are known only after zenflow-compare. No gradient is dropped; a longer window hides more "
+        "and costs more quality, so look at the held-out loss before U grows.",
         advice,
     )
 

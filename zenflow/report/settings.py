@@ -23,6 +23,8 @@ SIMULATED = "simulated"
 PEERS = tuple(Peer.__members__)  # offloads of other projects
 ADAMWS = (ADAMW, ADAMW_BF16, ADAMW_OFFLOAD)  # torch's; the second has no masters, the third's are on the host
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
+# Which bear on nothing there: windows of one step have one cohort, and nothing is late.
+IDLE_KEYS = ("engine.stagger", "engine.weight_prediction")
 # Which no other engine has.
 SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
 DELAY = "engine.visible_after"
@@ -70,7 +72,7 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
     """The setting, with `engine` first; without what the choice of the engine says already."""
     kind, values = engine_of(config), flat(config)
     dropped = {name for name in values if name in WITHOUT_EFFECT or name.startswith("tracking.")}
-    dropped |= set(ZERO_OFFLOAD_KEYS) if kind == ZERO_OFFLOAD else set()
+    dropped |= {*ZERO_OFFLOAD_KEYS, *IDLE_KEYS} if kind == ZERO_OFFLOAD else set()
     if values.get("trace") is None:
         dropped.add("trace_steps")
     if (window := values.get("engine.update_interval")) is not None:
@@ -142,7 +144,7 @@ def has(values: Values, name: str) -> bool:
         return name in values
     if name in SIMULATED_KEYS or values["engine"] in ADAMWS:
         return False
-    return not (values["engine"] == ZERO_OFFLOAD and name in ZERO_OFFLOAD_KEYS)
+    return not (values["engine"] == ZERO_OFFLOAD and name in (*ZERO_OFFLOAD_KEYS, *IDLE_KEYS))
 
 
 def value_of(values: Values, name: str) -> Hashable:

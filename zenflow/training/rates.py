@@ -21,7 +21,8 @@ class DeferredRates:
 
     def __init__(self, engine: dict[str, Any]) -> None:
         self._length, self._warm_up = engine["update_interval"], engine["full_warm_up_rounds"]
-        self._stagger, self._after = engine["stagger"], engine["visible_after"]
+        self._stagger = engine["stagger"] and self._length > 1  # windows of one step have one cohort
+        self._after = engine["visible_after"]
         self._restarted = 0  # the last step at which all windows are known to have ended
         self._replays, self._scale = engine["deferred_rule"] == "replay", engine["deferred_lr_scale"]
         self._steps: dict[int, tuple[float, bool | None]] = {}  # not yet visible: rate, and whether it counts

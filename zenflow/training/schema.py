@@ -58,9 +58,9 @@ class RuleConfig(EngineConfig):
     select_interval: int | str = 100
     full_warm_up_rounds: int = 0
     overlap_step: bool = True
-    stagger: bool = False
+    stagger: bool = True
     visible_after: int | str = "auto"
-    weight_prediction: float = 0.0
+    weight_prediction: float = 1.0
     channel_dim: ChannelDim = ChannelDim.column
     importance: Importance = Importance.square
     deferred_rule: DeferredRule = DeferredRule.accumulate
