@@ -30,11 +30,13 @@ from tests.experiments.interrupted import (
     make_text,
     told,
 )
+from zenflow.checkpoint_folder import load, read_manifest, save
 from zenflow.training.checkpoints import all_of, folder_of, step_of
 from zenflow.training.loop import Loop
 
 MODES = {
     "gpu": ZENFLOW,
+    "together": (*ZENFLOW, "engine=together"),
     "host": (*ZENFLOW, "engine.accumulate_on=host"),
     "replay-bf16": (*ZENFLOW, "engine=replay", "model.dtype=bfloat16", "accumulate=2"),
     "predicted-bf16": (*ZENFLOW, "engine=predicted", "engine.selected_masters=stochastic", "model.dtype=bfloat16"),
@@ -198,6 +200,35 @@ def test_what_would_be_another_run_is_refused_before_anything_changes(command, s
     refused = goes_on(command, saved.folder, *words)
     assert refused.code == 1 and sentence in refused.err and refused.err.count("\n") <= 1
     assert contents(saved.folder) == before
+
+
+@pytest.mark.parametrize("name", ["stagger", "weight_prediction"])
+def test_a_run_of_a_version_without_a_schedule_s_setting_is_refused_by_its_name(command, saved, name):
+    """It had another default then: the run must not go on with today's as if nothing had been."""
+    for folder in all_of(saved.folder):
+        state, recorded = load(folder), read_manifest(folder).configuration
+        for part in ("asked", "resolved"):
+            del recorded[part]["engine"][name]
+        shutil.rmtree(folder)
+        save(folder, state, configuration=recorded)
+    before = contents(saved.folder)
+    refused = goes_on(command, saved.folder)
+    assert refused.code == 1 and re.search(rf"engine.{name} is .*, and missing in the run", refused.err)
+    assert contents(saved.folder) == before
+
+
+def test_a_run_keeps_its_schedule_where_the_default_is_another(command, words, tmp_path):
+    """Also under `resume=auto`, which compares every setting: it names the one that differs."""
+    words = (*words, *ZENFLOW, "save_model=true")
+    whole = command(*words, "engine=together")
+    left = command(*words, "engine=together", "checkpoint_every=1", "keep_checkpoints=12", folder=tmp_path / "left")
+    folder = begun(left, tmp_path / "begun", 5)
+    refused = command(*words, "resume=auto", folder=folder)
+    assert refused.code == 1 and "engine.stagger is True, and False in the run" in refused.err
+    resumed = goes_on(command, folder)
+    assert resumed.code == 0
+    assert resumed.config()["engine"]["stagger"] is False and resumed.config()["engine"]["weight_prediction"] == 0
+    assert_same_run(resumed, whole)
 
 
 def test_other_data_is_refused(command, words, tmp_path):

@@ -113,6 +113,16 @@ def test_an_engine_is_named_by_its_choice_and_what_it_implies_is_left_out():
     assert names({"engine": {}}) == ["adamw"]
 
 
+def test_a_schedule_is_no_part_of_synchronous_offload_and_names_the_others():
+    usual = {"engine__stagger": True, "engine__weight_prediction": 1.0, "engine__visible_after": 2}
+    paper = {"engine__stagger": False, "engine__weight_prediction": 0.0, "engine__visible_after": 4}
+    undelayed = {"engine__visible_after": 0}
+    zeros = (ZERO, ZERO | paper | undelayed, ZERO | usual | undelayed)
+    assert len({key(setting_of(config(**change), None)) for change in zeros}) == 1
+    expected = ["zenflow, stagger false, weight_prediction 0", "zenflow, stagger true, weight_prediction 1"]
+    assert names(ZERO | paper | undelayed, paper, usual) == ["zero_offload", *expected]
+
+
 def test_values_are_shown_so_that_they_differ():
     lrs = [1e-4, 1.00000001e-4]
     assert names(*({"optimizer__lr": lr} for lr in lrs)) == ["lr 0.0001", "lr 0.000100000001"]
