@@ -8,6 +8,9 @@ Three keys do not carry over as they are, and the log says so where a file has t
 - `auto_ratio` is the threshold by which DeepSpeed ends a window under `update_interval: auto`, a fixed length here.
 - `gradient_accumulation_steps` (outside the block) is overwritten with `update_interval` by DeepSpeed: there every
   micro batch is a step. Here accumulation is the training loop's own affair.
+
+Of the schedule it has no key: there all windows end in the same step and nothing is predicted, which is
+`stagger=False, weight_prediction=0.0` here and not the default.
 """
 
 from __future__ import annotations
