@@ -35,12 +35,13 @@ def test_smoke_runs_the_whole_path(command):
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 17))
     assert {"lr", "grad_norm", "tokens", "seconds", *ENGINE_PART} <= steps[0].keys()
-    # Windows of 4 steps, of which those that end at 8 and 16 select, without delay; before them nothing is due.
-    assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == {8: 0, 16: 0}
+    # A cohort's window ends in every step and is visible two later; the selections at 8 and 16 end all, without delay.
+    late = dict.fromkeys([*range(3, 8), *range(11, 16)], 1)
+    assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == late | {8: 0, 16: 0}
     assert [record["step"] for record in outcome.metrics() if "validation_loss" in record] == [0, 8, 16]
     summary = outcome.summary()
     assert summary["validation_loss_after"] < summary["validation_loss_before"] - 0.5
-    assert summary["selections"] == 3 and summary["windows"] == 4
+    assert summary["selections"] == 3 and summary["windows"] == 16
     assert (outcome.folder / "summary.txt").read_text() in outcome.out
     assert (outcome.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -85,13 +86,23 @@ def test_bfloat16_weights_and_accumulation_run(command):
     assert outcome.summary()["tokens"] == 4 * 2 * 4 * 64
 
 
-def test_each_step_s_traffic_is_in_its_own_line(command):
-    """Windows of 2 steps without selections after the first: down at a window's end, up one window later."""
-    outcome = command(*BRIEF, "steps=7", "engine.update_interval=2", "engine.upload=step", "log_every=100")
+TRAFFIC = {
+    "together": ({2, 4, 6}, {4, 6}),
+    "zenflow": ({2, 3, 4, 5, 6, 7}, {3, 4, 5, 6, 7}),
+}
+
+
+@pytest.mark.parametrize("engine", TRAFFIC)
+def test_each_step_s_traffic_is_in_its_own_line(command, engine):
+    """Windows of 2 steps without selections after the first: down at a window's end, up two steps later; with cohorts
+    one window ends in every step. The first step's line has the first selection's, too."""
+    words = (f"engine={engine}", "engine.update_interval=2", "engine.upload=step")
+    outcome = command(*BRIEF, "steps=7", *words, "log_every=100")
     steps = [record for record in outcome.metrics() if "loss" in record]
-    moved = [(line["bytes_to_host"] > 0, line["bytes_to_device"] > 0) for line in steps[1:]]
-    assert moved == [(True, False), (False, False), (True, True), (False, False), (True, True), (False, False)]
-    assert [line.get("staleness") for line in steps] == [None, None, None, 1, None, 1, None]
+    down, up = ({line["step"] for line in steps[1:] if line[name] > 0} for name in ("bytes_to_host", "bytes_to_device"))
+    assert (down, up) == TRAFFIC[engine]
+    assert {line["step"] for line in steps if line.get("staleness") == 1} == up
+    assert {line["step"] for line in steps if "staleness" in line} == up
 
 
 def test_a_failing_step_loses_no_line(command, monkeypatch):
