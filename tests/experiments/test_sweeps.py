@@ -21,7 +21,7 @@ GRID = [(0.05, 2), (0.05, 4), (0.1, 2), (0.1, 4)]
 def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F14, F15
     monkeypatch.setenv("WANDB_RUN_ID", "stale")
     grid = ("engine.topk_ratio=0.05,0.1", "engine.update_interval=2,4", "optimizer.lr=1e-3")
-    outcome = command("-m", *BRIEF, "tracking=offline", *grid)
+    outcome = command("-m", *BRIEF, "tracking=offline", "engine=together", *grid)
     assert outcome.code == 0
     names = [str(number) for number in range(4)]
     chosen = [outcome.config(job)["engine"] for job in names]
