@@ -234,6 +234,7 @@ def _run(
             saved.clear()  # it is the checkpoint's files, which could not be removed otherwise
         trace = _trace_file(config, folder, start)
         Loop(config, model, prepared.data, engine, recorder, timer, trace, keeper, start).run()
+        recorder.history.report = engine.report()  # with the windows that the last flush has ended
         if config.save_model:
             shutil.rmtree(folder / "model", ignore_errors=True)  # left by a run that was killed just after
             save_model(model, prepared.tokenizer, engine.master, folder / "model")
