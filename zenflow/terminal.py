@@ -9,6 +9,11 @@ import sys
 log = logging.getLogger(__name__)
 
 
+def counted(number_of: int, what: str) -> str:
+    """1 thread, 2,000 threads."""
+    return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
+
+
 def is_watched() -> bool:
     """Whether messages go to a terminal, where a bar can move."""
     return sys.stderr is not None and sys.stderr.isatty()

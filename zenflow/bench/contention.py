@@ -13,6 +13,7 @@ from zenflow.bench.registry import LAUNCH_LENGTH
 from zenflow.bench.step_session import StepSession
 from zenflow.config import ZenFlowConfig
 from zenflow.cores import CorePlan, physical_cores, plan_cores
+from zenflow.terminal import counted
 
 
 def run_contention(session: StepSession) -> None:
@@ -20,8 +21,7 @@ def run_contention(session: StepSession) -> None:
     available = len(physical_cores())
     for threads in session.args.contention:
         cores = plan_cores(1 - threads / available, True, threads)
-        label = f"floor beside {threads} thread{'' if threads == 1 else 's'}"
-        beside = ContentionJob(label, cores, hog_threads=threads)
+        beside = ContentionJob(f"floor beside {counted(threads, 'thread')}", cores, hog_threads=threads)
         _contend(session, [ContentionJob("floor alone", cores), beside])
     if session.args.contention and session.args.device != "cpu" and session.facts["gpu"]:
         cores = plan_cores(ZenFlowConfig.pt_reserved_cores_perc, True)

@@ -7,6 +7,7 @@ from argparse import Namespace
 from zenflow.bench import tables
 from zenflow.bench.session import Session
 from zenflow.bench.tables import Column, number, share
+from zenflow.terminal import counted
 
 COLUMNS = (
     Column("threads", "threads"),
@@ -22,7 +23,7 @@ def run(args: Namespace) -> int:
 
     session, rows = Session(args), []
     for threads in args.threads:
-        session.say(f"{threads} thread{'' if threads == 1 else 's'}")
+        session.say(counted(threads, "thread"))
         row = {"threads": threads, "triad": triad(threads), "pass": pass_bandwidth(threads)}
         rows.append(row | {"ratio": row["pass"] / row["triad"]})
     text = "\n".join([*session.about("Host memory"), tables.markdown(rows, COLUMNS)])

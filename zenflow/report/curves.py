@@ -20,7 +20,6 @@ from zenflow.report.look import (
     entitle,
     is_wide,
     label_ends,
-    more_settings,
     paint,
     plain_log,
     rows_height,
@@ -29,6 +28,7 @@ from zenflow.report.look import (
 )
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
+from zenflow.terminal import counted
 
 UNITS = ((1, "ms", 1e-3), (300, "s", 1), (3 * 3600, "min", 60), (float("inf"), "h", 3600))
 MOST_MARKERS = 12  # on one line
@@ -89,7 +89,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         if differs:
             notes.append("below: from where both have been evaluated after the start")
     if grey := sum(curve.look is None for curve in validation):
-        notes.append(f"grey: {more_settings(grey)}")
+        notes.append(f"grey: {counted(grey, 'more setting')}")
     entitle(figure, title, notes + usual_note(study))
     axis, _, last = panels[-1]
     label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])

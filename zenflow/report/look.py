@@ -136,11 +136,6 @@ def seeds_note(study: Study, what: str) -> list[str]:
     return [f"{what}: ± 1 standard deviation over {count}"]
 
 
-def more_settings(count: int) -> str:
-    """1 as "1 more setting"."""
-    return f"{count} more setting{'' if count == 1 else 's'}"
-
-
 def halo(width: float = 2.5) -> list[Any]:
     """A white rim that keeps a label readable over lines."""
     return [withStroke(linewidth=width, foreground="white")]

@@ -14,7 +14,6 @@ from zenflow.report.look import (
     entitle,
     is_wide,
     label_points,
-    more_settings,
     page,
     paint,
     plain_ticks,
@@ -23,6 +22,7 @@ from zenflow.report.look import (
 )
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
+from zenflow.terminal import counted
 
 MOST_NAMES = 12  # points, all of which get their names
 
@@ -66,7 +66,7 @@ def draw(study: Study) -> tuple[str, Any]:
     axis.xaxis.set_major_formatter(plain_ticks)
     notes = [f"dashed: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
     if unnamed := sum(name == "" for name, *_ in labels):
-        notes.append(f"grey without a name: {more_settings(unnamed)}")
+        notes.append(f"grey without a name: {counted(unnamed, 'more setting')}")
     entitle(figure, title, notes + seeds_note(study, "bars") + usual_note(study))
     label_points(axis, labels, bars, border)
     return title, figure

@@ -9,8 +9,9 @@ from matplotlib.ticker import MaxNLocator
 
 from zenflow.report.curves import HEIGHT, named_curves, plot_lines
 from zenflow.report.figures import score_line, score_names
-from zenflow.report.look import WIDTH, entitle, label_ends, more_settings, rows_height, seeds_note, usual_note
+from zenflow.report.look import WIDTH, entitle, label_ends, rows_height, seeds_note, usual_note
 from zenflow.report.study import Study
+from zenflow.terminal import counted
 
 COLUMNS = 2
 
@@ -38,7 +39,7 @@ def draw(study: Study) -> tuple[str, Any] | None:
         spare.set_axis_off()
     notes = seeds_note(study, "bands")
     if grey := sum(curve.look is None for curve in curves):
-        notes.append(f"grey: {more_settings(grey)}")
+        notes.append(f"grey: {counted(grey, 'more setting')}")
     entitle(figure, title, notes + usual_note(study))
     label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in curves if c.look is not None])
     return title, figure

@@ -12,6 +12,7 @@ from zenflow.report.figures import FINAL, Spread, score_names
 from zenflow.report.runs import LeftOut, Run
 from zenflow.report.settings import Values
 from zenflow.report.study import Setting, Study
+from zenflow.terminal import counted
 
 Row = dict[str, Any]
 LEGEND = """\
@@ -109,7 +110,8 @@ def study_text(study: Study, pictures: Sequence[tuple[str, Path]]) -> str:
     """A study's section: what was compared, two tables, notes, and links to the pictures (title, path)."""
     rows = [setting_row(setting, study) for setting in study.settings]
     runs = sum(len(setting.runs) for setting in study.settings)
-    parts = [f"## {_cell(study.title)}", f"{_count(runs, 'run')} of {_count(len(rows), 'setting')}. {_compared(study)}"]
+    count = f"{counted(runs, 'run')} of {counted(len(rows), 'setting')}"
+    parts = [f"## {_cell(study.title)}", f"{count}. {_compared(study)}"]
     parts += [f"Note: {_cell(note)}" for note in study.notes]
     parts += [f"### Quality\n\n{markdown(rows, quality_columns(study))}"]
     parts += [f"### Speed\n\n{markdown(rows, speed_columns())}"]
@@ -131,8 +133,8 @@ def _compared(study: Study) -> str:
 def report_text(studies: Sequence[Study], sections: Sequence[str], left_out: Sequence[LeftOut]) -> str:
     """The whole of report.md."""
     runs = {run.folder for study in studies for setting in study.settings for run in setting.runs}
-    count = f"{_count(len(runs), 'run')} in {_count(len(studies), 'comparison')} of one model on one data set, "
-    parts = ["# Report", f"{count}{_count(len(left_out), 'run')} left out.", *sections]
+    count = f"{counted(len(runs), 'run')} in {counted(len(studies), 'comparison')} of one model on one data set, "
+    parts = ["# Report", f"{count}{counted(len(left_out), 'run')} left out.", *sections]
     if left_out:
         rows = [left_out_row(run) for run in left_out]
         columns = [Column("run", "run"), Column("setting", "setting"), Column("seed", "seed"), Column("why", "reason")]
@@ -236,10 +238,6 @@ def group_rows(studies: Sequence[Study]) -> list[Row]:
 
 def _values(values: Values, keys: Sequence[str]) -> Row:
     return {name: values.get(name) for name in ("engine", *keys)}
-
-
-def _count(number_of: int, what: str) -> str:
-    return f"{number_of:,} {what}{'' if number_of == 1 else 's'}"
 
 
 def _cell(text: str) -> str:

@@ -20,7 +20,7 @@ from zenflow.disk import opened, replacing, room_for
 from zenflow.folder_lock import locked
 from zenflow.report.settings import ADAMWS, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
-from zenflow.terminal import show
+from zenflow.terminal import counted, show
 from zenflow.trace_view import describe_file, render
 from zenflow.training.checkpoints import Keeper, forget_after
 from zenflow.training.checks import check
@@ -303,7 +303,7 @@ def _subject(prepared: Prepared) -> Subject:
     random = record["model"]["config"].get("model_type")
     source = record["model"]["path"] or random or record["model"]["package"] or record["model"]["kind"]
     k, window, name = engine.get("topk_ratio"), engine.get("update_interval"), engine_of(record)
-    on_gpu = prepared.device.type == "cuda"
+    on_gpu, threads = prepared.device.type == "cuda", counted(torch.get_num_threads(), "thread")
     adamw = (
         "adamw" + " without masters" * (not engine.get("masters", True)) + " on the host" * bool(engine.get("offload"))
     )
@@ -313,16 +313,12 @@ def _subject(prepared: Prepared) -> Subject:
         data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
         engine=adamw if name in ADAMWS else name if k is None else f"{name}, k {k:g}, U {window}",
-        device=torch.cuda.get_device_name(prepared.device) if on_gpu else _cpu(torch.get_num_threads()),
+        device=torch.cuda.get_device_name(prepared.device) if on_gpu else f"cpu, {threads}",
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         topk_ratio=k,
         update_interval=window,
     )
-
-
-def _cpu(threads: int) -> str:
-    return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _finish(config: TrainConfig, folder: Path, summary: dict[str, Any], history: History) -> None:
