@@ -85,23 +85,19 @@ class SegmentStorage:
             shadow.copy_(self.weights)
         self.state[0].copy_(self.shadows[0])
 
-    def show_masters(self, turn: int, part: slice = slice(None)) -> None:
-        """The shadow of `turn` takes the rounded masters, elements `part`."""
-        masters, shadow = self.state[0][part], self.shadow(turn)[part]
-        for piece, rounded in zip(masters.split(_CHUNK), shadow.split(_CHUNK), strict=True):
-            rounded.copy_(piece)
-            rounded[rounded != rounded] = float("nan")  # the worker's one for all
+    def show_masters(self, turn: int) -> None:
+        """The shadow of `turn` takes the rounded masters."""
+        _round(self.state[0], self.shadow(turn))
+
+    def kept(self, bucket: Bucket, turn: int) -> Tensor:
+        """`[bucket's elements]`, instead of a result of `turn` that will not come: what is visible, in the weights'
+        dtype, or the fp32 masters as they are, where nothing is predicted."""
+        kept = self.shadow(turn ^ 1) if self.segment.predicted else self.state[0]
+        return kept[bucket.start : bucket.stop]
 
     def put_back(self, bucket: Bucket, turn: int) -> None:
-        """In the place of a result that will not come: what is visible, or the masters where nothing is predicted.
-
-        For fp32 weights that would be one and the same memory, in which nothing else is written.
-        """
-        part = slice(bucket.start, bucket.stop)
-        if self.segment.predicted:
-            self.shadow(turn)[part] = self.shadow(turn ^ 1)[part]
-        else:
-            self.show_masters(turn, part)
+        """The shadow of `turn` takes what is `kept` of a bucket; for segments that are `in_place`."""
+        _round(self.kept(bucket, turn), self.shadow(turn)[bucket.start : bucket.stop])
 
     def close(self) -> None:
         """Unpin, give the shared memory back and drop every view of it; idempotent."""
@@ -110,6 +106,13 @@ class SegmentStorage:
         self.ring = self.channel_step = empty
         self.state, self.shadows = (empty, empty, empty), [empty]
         self.logs, self.slots, self.ends = [], [], []
+
+
+def _round(values: Tensor, rounded: Tensor) -> None:
+    """`rounded` takes `values`, both `[n]` on the CPU, in its own dtype; NaN is the worker's one for all."""
+    for piece, target in zip(values.split(_CHUNK), rounded.split(_CHUNK), strict=True):
+        target.copy_(piece)
+        target[target != target] = float("nan")
 
 
 def _free(pins: Pins, memory: SegmentMemory) -> None:

@@ -113,11 +113,10 @@ class Uploader:
         self._telemetry.add(bytes_to_device=shadow.nbytes)
 
     def restore(self, sent: Sent) -> None:
-        """Queue what was visible of a bucket before, or the rounded masters as they are, where nothing is predicted."""
-        storage, part = sent.storage, slice(sent.bucket.start, sent.bucket.stop)
-        kept = storage.shadow(sent.turn ^ 1) if storage.segment.predicted else storage.state[0]
+        """Queue what is kept of a bucket, rounded, in the place of a result that will not come."""
+        kept = sent.storage.kept(sent.bucket, sent.turn)
         with torch.cuda.stream(self.stream):
-            storage.weights[part].copy_(kept[part], non_blocking=True)
+            sent.storage.weights[sent.bucket.start : sent.bucket.stop].copy_(kept, non_blocking=True)
 
     def wait_for_uploads(self) -> None:
         """What the compute stream does from now on sees all that is queued here."""
