@@ -4,7 +4,6 @@ channels are updated by a CPU process while the GPU goes on."""
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -33,6 +32,7 @@ from zenflow.trace import Tracer
 from zenflow.tracing import start_trace, stop_trace
 from zenflow.turn import Turn, in_turn
 from zenflow.visible import drop_gradients
+from zenflow.warn import warn_caller
 from zenflow.window_end import flush_pipeline
 
 _CLOSED = "this ZenFlow optimizer is closed; build a new one"
@@ -333,10 +333,9 @@ class ZenFlow(torch.optim.Optimizer):
         if self._warned_no_gradient or any(param.grad is not None for param in params_of(self.param_groups)):
             return
         self._warned_no_gradient = True
-        warnings.warn(
+        warn_caller(
             "ZenFlow.step() found no gradient in any of its parameters; if the model's parameters were replaced "
-            "(load_state_dict(assign=True)), build the optimizer from the new ones",
-            stacklevel=3,
+            "(load_state_dict(assign=True)), build the optimizer from the new ones"
         )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -157,6 +161,24 @@ def test_b6_an_unused_layer_with_accumulation_and_clipping(device: str, build: B
     assert engine.stats().skipped_steps == 1
     assert bool(used.weight.isfinite().all())
     assert engine.channel_state(used.bias).step.tolist() == [9]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_without_any_gradient_warns_once_at_the_caller_s_line(
+    scheduled: bool, device: str, build: Builder
+) -> None:
+    """Whatever torch has wrapped around step()."""
+    (parameter,) = make_parameters([(6, 8)], device=device)
+    engine = build([parameter])
+    if scheduled:
+        torch.optim.lr_scheduler.ConstantLR(engine)
+    with pytest.warns(UserWarning, match="found no gradient in any of its parameters") as warned:
+        line = sys._getframe().f_lineno + 1
+        engine.step()
+    assert [(Path(warning.filename), warning.lineno) for warning in warned] == [(Path(__file__), line)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step()
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
