@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 from functools import partial
 
+import pytest
+
 from zenflow.bench import bandwidth
 from zenflow.bench.command import main
+from zenflow.bench.session import what_is_measured
 
 
 def test_the_ratio_is_of_the_pass_to_the_triad(monkeypatch, capsys, tmp_path):
@@ -19,10 +22,24 @@ def test_the_ratio_is_of_the_pass_to_the_triad(monkeypatch, capsys, tmp_path):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells == [["1", "10.0", "9.0", "90.0%"], ["2", "20.0", "25.0", "125.0%"]]
     report, table = ((tmp_path / name).read_text() for name in ("memory.md", "memory.csv"))
-    assert (
-        lines == report.splitlines()[-2:] and "commit abc" in report and "zenflow-bench memory --threads 1 2" in report
-    )
-    assert [row["ratio"] for row in csv.DictReader(table.splitlines())] == ["0.9", "1.25"]
+    assert lines == report.splitlines()[-2:] and "commit abc" in report
+    assert "`zenflow-bench memory --threads 1 2`" in report.splitlines()
+    rows = list(csv.DictReader(table.splitlines()))
+    assert [row["ratio"] for row in rows] == ["0.9", "1.25"]
+    assert {row["command"] for row in rows} == {"zenflow-bench memory --threads 1 2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("step --out here --shape 3B", "step --shape 3B"),
+        ("step --out=here --commit=abc --batch=2", "step --batch=2"),
+        ("kernels --ops fused_step --ou here --com abc --quick", "kernels --ops fused_step --quick"),
+        ("step --zenflow U=4 --trace --contention 8 12", "step --zenflow U=4 --trace --contention 8 12"),
+    ],
+)
+def test_where_the_result_is_kept_is_no_part_of_the_command(words, left):
+    assert " ".join(what_is_measured(words.split())) == left
 
 
 def test_both_bandwidths_are_measured(monkeypatch, capsys, tmp_path):

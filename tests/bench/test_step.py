@@ -81,6 +81,8 @@ def test_floor_zenflow_and_a_peer_that_breaks(tmp_path, tests, monkeypatch, caps
     (trace,) = (tmp_path / "out" / "traces").glob("*.json")
     assert trace.name == "zenflow_U=2_worker_threads=1.json" and trace.with_suffix(".png").stat().st_size > 5000
     assert len([span for span in spans_of(read_events(trace))["GPU compute"] if "optimizer step" in span["name"]]) == 6
+    assert str(tmp_path) not in trace.read_text(), "where it lies is none of what it shows"
+    assert str(tmp_path / "out") not in ours["command"]
     shown = (tmp_path / "out" / "step.md").read_text().partition("## Traces")[2]
     assert "### zenflow U=2,worker_threads=1" in shown and "CPU optimizer  busy" in shown
 

@@ -9,6 +9,7 @@ from typing import Any
 
 DEFAULT_U = 4
 TRACED_WINDOWS = 3
+TRACE_VARIABLE = "ZENFLOW_BENCH_TRACE"  # how a child learns its job's `trace`
 LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to do, so launching is what takes the time
 
 

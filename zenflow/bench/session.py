@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,6 +11,20 @@ from pathlib import Path
 
 from zenflow.bench.machine import facts
 from zenflow.bench.proof import Proof, prove
+
+PLACE = ("--out", "--commit")  # options with one value, of how the result is kept
+
+
+def what_is_measured(words: Sequence[str]) -> list[str]:
+    """The command line's words, which argparse has taken, without those of `PLACE`, abbreviated or not."""
+    left, rest = [], iter(words)
+    for word in rest:
+        name, with_value, _ = word.partition("=")
+        if len(name) < 3 or not any(option.startswith(name) for option in PLACE):
+            left.append(word)
+        elif not with_value:
+            next(rest)
+    return left
 
 
 class Session:
@@ -20,8 +35,8 @@ class Session:
         started = datetime.now().astimezone()
         self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = {"command": " ".join(["zenflow-bench", *args.words]), "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
-        self.facts = facts() | command
+        command = shlex.join(["zenflow-bench", *what_is_measured(args.words)])
+        self.facts = facts() | {"command": command, "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
         self.facts["commit"] = args.commit or self.facts["commit"]
         self.proof = Proof(False, False, "the tests have not run yet")
 
