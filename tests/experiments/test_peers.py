@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -208,18 +210,27 @@ def test_a_state_is_refused_both_ways(peer):
 OPTIMIZER = OptimizerConfig(lr=0.5, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.25, max_grad_norm=2.0)
 
 
-def built_by_a_double(monkeypatch, engine: PeerEngine, optimizer: OptimizerConfig, model: nn.Module) -> dict:
-    """What `deepspeed.initialize` is called with."""
-    called: dict = {}
-
-    def initialize(**arguments):
-        called.update(arguments, environment=dict(os.environ))
-        return SimpleNamespace(optimizer=SimpleNamespace(process=None), destroy=lambda: None), None, None, None
-
+def stand_in(monkeypatch, initialize: Callable[..., Any]) -> None:
+    """A package `deepspeed` with this function."""
     package, utils = ModuleType("deepspeed"), ModuleType("deepspeed.utils")
     package.initialize, utils.safe_get_full_fp32_param = initialize, lambda weight: None
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+
+
+def built_by_a_double(
+    monkeypatch, engine: PeerEngine, optimizer: OptimizerConfig, model: nn.Module,
+    change: Callable[[list[torch.Tensor]], object] = len,
+) -> dict:  # fmt: skip
+    """What `deepspeed.initialize` is called with; it does `change` to the model's weights."""
+    called: dict = {}
+
+    def initialize(**arguments):
+        called.update(arguments, environment=dict(os.environ))
+        change([weight.data for weight in model.parameters()])
+        return SimpleNamespace(optimizer=SimpleNamespace(process=None), destroy=lambda: None), None, None, None
+
+    stand_in(monkeypatch, initialize)
     with build_engine(model, engine, optimizer, 1):
         pass
     return called
@@ -240,7 +251,8 @@ def test_deepspeed_gets_the_run_s_settings_and_the_process_back(monkeypatch, dty
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert {name: called["environment"][name] for name in peers.ALONE} == peers.ALONE
     assert called["environment"]["MASTER_PORT"] == "0"  # no two runs ask for the same
-    assert dict(os.environ) == before and affinities() == cores
+    after = affinities()
+    assert dict(os.environ) == before and after | cores == after  # torch may have made threads meanwhile
 
 
 def test_deepspeed_s_zenflow_gets_its_block(monkeypatch):
@@ -259,14 +271,32 @@ def test_deepspeed_s_zenflow_gets_its_block(monkeypatch):
 
 
 def test_a_deepspeed_that_cannot_start_leaves_the_process_as_it_was(monkeypatch):
-    package, utils = ModuleType("deepspeed"), ModuleType("deepspeed.utils")
-    package.initialize, utils.safe_get_full_fp32_param = lambda **_: {}["no such op"], None
-    monkeypatch.setitem(sys.modules, "deepspeed", package)
-    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    stand_in(monkeypatch, lambda **_: {}["no such op"])
     before = dict(os.environ)
     with pytest.raises(KeyError, match="no such op"):
         build_engine(nn.Linear(3, 2), PeerEngine(Peer.deepspeed_offload), OPTIMIZER, 1)
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda weights: weights[0].copy_(weights[0].clone()), 0),
+        (lambda weights: weights[0].copy_(weights[0].flip(1)), 1),
+        (lambda weights: weights[0].copy_(weights[0].flip(0)), 1),
+        (lambda weights: [weight.view(-1)[-1:].neg_() for weight in weights], 2),
+    ],
+    ids=["nothing", "columns", "rows", "last-elements"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_deepspeed_changes_on_its_own_are_counted(monkeypatch, caplog, dtype, change, count):
+    """Those of a matrix are looked at in several parts."""
+    monkeypatch.setattr(peers, "_CHUNK", 6)
+    model = nn.Linear(6, 3).to(dtype)
+    built_by_a_double(monkeypatch, DeepSpeedZenFlowEngine(), OPTIMIZER, model, change)
+    told = [record.getMessage() for record in caplog.records if record.name == peers.__name__]
+    begins = f"engine=deepspeed_zenflow: deepspeed.initialize has changed {count} of the model's 2 weights"
+    assert [line.startswith(begins) for line in told] == [True] * bool(count)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ No checkpoint is made of them.
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -32,8 +33,10 @@ from zenflow.training.schema import (
     plain,
 )
 
+log = logging.getLogger(__name__)
 PACKAGES = {Peer.torchao_offload: "torchao", Peer.deepspeed_offload: "deepspeed", Peer.deepspeed_zenflow: "deepspeed"}
 # Port 0: whichever is free, so that several runs on one machine never ask for the same.
+_CHUNK = 1 << 22  # elements of a weight that are looked at at once
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -115,7 +118,8 @@ class DeepSpeed(PeerRun):
             import deepspeed
             from deepspeed.utils import safe_get_full_fp32_param
 
-            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            with _changes_told(model, name):
+                self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
             self._process = stack.pop_all()
         # With a `zenflow` block the masters of the selected channels are not those of the weights.
         self._master = None if "zenflow" in config["zero_optimization"] else safe_get_full_fp32_param
@@ -158,6 +162,37 @@ class DeepSpeed(PeerRun):
             self._engine.destroy()
             self._engine = self._master = None
             gc.collect()  # it refers to itself, and holds memory of the device
+
+
+@contextmanager
+def _changes_told(model: nn.Module, name: str) -> Iterator[None]:
+    """A warning if the block changes weights, as DeepSpeed 0.19 does where it has a `zenflow` block."""
+    before = _digests(model)
+    yield
+    changed = int((_digests(model) != before).sum())
+    if changed:
+        log.warning(
+            "engine=%s: deepspeed.initialize has changed %d of the model's %d weights. What is trained is not the "
+            "model that was given, and its losses are not to be compared with those of other engines.",
+            name, changed, len(before),
+        )  # fmt: skip
+
+
+def _digests(model: nn.Module) -> Tensor:
+    """int64 `[weights]`, on the CPU with one wait for the device: of every weight's bits at their places.
+
+    Not of a copy of the weights, for which there may be no room.
+    """
+    return torch.stack([_digest(weight.detach()) for weight in model.parameters()]).cpu()
+
+
+def _digest(weight: Tensor) -> Tensor:
+    bits = weight.reshape(-1).view({2: torch.int16, 4: torch.int32}[weight.element_size()])
+    places = torch.arange(1, _CHUNK + 1, device=weight.device)
+    total = places.new_zeros(())
+    for part in bits.split(_CHUNK):
+        total = 31 * total + (part * places[: len(part)]).sum()  # int64, which may wrap around
+    return total
 
 
 @contextmanager
