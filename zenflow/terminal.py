@@ -5,8 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
+_begin = ""  # of every line
+
+
+@contextmanager
+def lines_of_job(number: int | None) -> Iterator[None]:
+    """What is logged and shown inside the block begins each line with the job's number; None: no job of a sweep.
+
+    Hydra lists the jobs by these numbers, and several may write to one terminal at a time.
+    """
+    global _begin
+    before, _begin = _begin, "" if number is None else f"#{number} "
+    try:
+        yield
+    finally:
+        _begin = before
+
+
+class LineFormatter(logging.Formatter):
+    """Log lines for people (conf/hydra/job_logging): those of `lines_of_job` are told apart."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _named(super().format(record))
+
+
+def _named(text: str) -> str:
+    return "\n".join(f"{_begin}{line}" for line in text.split("\n"))
 
 
 def counted(number_of: int, what: str) -> str:
@@ -26,7 +54,7 @@ def show(text: str) -> None:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(_named(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         log.warning("the result cannot be printed (%s)", error.strerror)
         # What could not be written would be tried once more at the process's end, and change its exit code.

@@ -119,6 +119,19 @@ def test_two_jobs_at_a_time(tmp_path):  # F9
     table = (tmp_path / "sweep" / "summary.txt").read_text()
     assert re.findall(r"\| (whole|did not start)", table) == ["whole", "did not start", "whole"]
     assert table in done.stdout
+    for told, jobs_of_it in (
+        (" - step 2 of 4: loss ", "02"),
+        ("train loss  ", "02"),
+        (" - optimizer.lr is -1.0; allow", "1"),
+    ):
+        lines = [line for line in done.stdout.splitlines() if told in line]
+        assert sorted(line[:3] for line in lines) == [f"#{job} " for job in jobs_of_it]
+    assert "#" not in (tmp_path / "sweep" / "0" / "train.log").read_text()
+
+
+def test_hydra_s_own_choices_of_a_log_are_there(command):
+    outcome = command(*BRIEF, "engine=adamw", "hydra/job_logging=stdout")
+    assert outcome.code == 0 and "step 4 of 4: loss" in outcome.out and not (outcome.folder / "train.log").exists()
 
 
 @pytest.mark.parametrize(("code", "reported"), [(0, True), (1, True), (130, False), (143, False)])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow.disk import DiskFullError
 from zenflow.signals import exit_code
+from zenflow.terminal import lines_of_job
 from zenflow.training.errors import InputError, said
 from zenflow.training.schema import (
     AdamWEngine,
@@ -108,21 +109,22 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
 
     running = HydraConfig.get()
     folder, sweep = Path(running.runtime.output_dir), running.mode is RunMode.MULTIRUN
-    try:
-        job = _note_job(folder) if sweep else None
-        config = OmegaConf.to_object(_with_variant(cfg, part_of_sweep=sweep))
-        if job is not None:
-            job.name_run(config.tracking)
-        elif config.resume == AUTO and not any("run.dir=" in word for word in running.overrides.hydra):
-            log.warning("resume=auto without hydra.run.dir=RUN finds nothing to go on from: a new run, %s", folder)
-        return train(config, folder, part_of_sweep=sweep)
-    except Exception as error:
-        known = isinstance(error, (InputError, MemoryError, DiskFullError))
-        if sweep:
-            raise JobFailed(
-                f"{folder}: {said(error) if known else f'{error!r}, with its traceback in the log'}"
-            ) from error
-        sys.exit(f"{name}: {said(error)}" if known else 1)
+    with lines_of_job(running.job.num if sweep else None):
+        try:
+            job = _note_job(folder) if sweep else None
+            config = OmegaConf.to_object(_with_variant(cfg, part_of_sweep=sweep))
+            if job is not None:
+                job.name_run(config.tracking)
+            elif config.resume == AUTO and not any("run.dir=" in word for word in running.overrides.hydra):
+                log.warning("resume=auto without hydra.run.dir=RUN finds nothing to go on from: a new run, %s", folder)
+            return train(config, folder, part_of_sweep=sweep)
+        except Exception as error:
+            known = isinstance(error, (InputError, MemoryError, DiskFullError))
+            if sweep:
+                raise JobFailed(
+                    f"{folder}: {said(error) if known else f'{error!r}, with its traceback in the log'}"
+                ) from error
+            sys.exit(f"{name}: {said(error)}" if known else 1)
 
 
 def _with_variant(cfg: DictConfig, *, part_of_sweep: bool) -> DictConfig:
