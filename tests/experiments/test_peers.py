@@ -114,7 +114,7 @@ def test_a_missing_package_is_named_before_anything_is_made(command, monkeypatch
         ("engine=deepspeed_zenflow autocast=true", "autocast is true; allowed with engine=deepspeed_zenflow: false"),
         (
             "engine=deepspeed_offload engine.peer=torchao_offload device=cpu",
-            "engine=torchao_offload offloads from a GPU",
+            "device is cpu, the CPU here; allowed with engine=torchao_offload: a GPU",
         ),
         ("engine=deepspeed_zenflow engine.peer=deepspeed_offload", "engine.peer is deepspeed_offload here"),
         ("engine=deepspeed_offload engine.peer=deepspeed_zenflow", "give engine=deepspeed_zenflow instead"),
@@ -199,12 +199,15 @@ print("imported")
 
 
 @pytest.mark.parametrize("peer", Peer, ids=lambda peer: peer.name)
-def test_a_state_is_refused_both_ways(peer):
+def test_a_state_is_refused_both_ways_and_a_trace(peer, tmp_path):
     engine = peers.PeerRun(peer.name)
     with pytest.raises(InputError, match=f"engine={peer.name} keeps no state"):
         engine.state_dict()
     with pytest.raises(InputError, match=f"engine={peer.name} takes no state"):
         engine.load_state_dict({})
+    with pytest.raises(InputError, match="PeerRun has no trace; allowed: trace=null"):
+        engine.trace(tmp_path / "trace.json")
+    assert engine.records() is None
 
 
 OPTIMIZER = OptimizerConfig(lr=0.5, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.25, max_grad_norm=2.0)

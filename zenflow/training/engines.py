@@ -53,11 +53,11 @@ class Engine(Protocol):
     """The part of `torch.optim.Optimizer` that a loop needs, what it did, and an end.
 
     `records` gives each step's record once, as soon as the device has passed the step (`wait` waits for that), and None
-    where the engine keeps none. `trace` records the steps inside its block. `master` gives, after `flush`, the value in
-    fp32 of which a weight is the rounded copy. `state_dict` is a copy on the CPU of all that the next step depends on
-    beside the weights, with the totals so far, and `state_bytes` what it takes at least; `load_state_dict` raises
-    ValueError before it changes anything. `wrapped` gives the model as the loop has to call it, and `backward` makes
-    the gradients of a loss.
+    where the engine keeps none. `trace` records the steps inside its block; InputError where the engine cannot.
+    `master` gives, after `flush`, the value in fp32 of which a weight is the rounded copy. `state_dict` is a copy on
+    the CPU of all that the next step depends on beside the weights, with the totals so far, and `state_bytes` what it
+    takes at least; `load_state_dict` raises ValueError before it changes anything. `wrapped` gives the model as the
+    loop has to call it, and `backward` makes the gradients of a loss.
     """
 
     def wrapped(self, model: nn.Module) -> nn.Module:
@@ -65,6 +65,15 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+
+    def records(self, wait: bool = False) -> list[StepRecord] | None:
+        return None
+
+    def trace(self, path: Path) -> AbstractContextManager[object]:
+        raise InputError(f"{type(self).__name__} has no trace; allowed: trace=null.")
+
+    def __enter__(self) -> Self:
+        return self
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -77,9 +86,6 @@ class Engine(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def report(self) -> Report: ...
-    def records(self, wait: bool = False) -> list[StepRecord] | None: ...
-    def trace(self, path: Path) -> AbstractContextManager[object]: ...
-    def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
 
 
@@ -159,15 +165,6 @@ class AdamW(Engine):
     def report(self) -> Report:
         return Report(grad_norm=float(self._norm))
 
-    def records(self, wait: bool = False) -> None:
-        """It keeps none."""
-
-    def trace(self, path: Path) -> AbstractContextManager[object]:
-        raise InputError("This engine has no trace; allowed with engine=adamw: trace=null.")
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.zero_grad()
 
@@ -233,9 +230,6 @@ class ZenFlowRun(Engine):
     def trace(self, path: Path) -> AbstractContextManager[object]:
         return self.optimizer.trace(path)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.optimizer.__exit__(*exception)
 
@@ -266,15 +260,6 @@ class SimulatedRun(Engine):
         """Counts alone: nothing is copied, and nobody waits."""
         done = self._simulation
         return Report(done.norm, done.skipped, done.windows, done.selections)
-
-    def records(self, wait: bool = False) -> None:
-        """It keeps none."""
-
-    def trace(self, path: Path) -> AbstractContextManager[object]:
-        raise InputError("This engine has no trace; allowed with engine=simulated: trace=null.")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._simulation.zero_grad()

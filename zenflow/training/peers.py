@@ -11,10 +11,9 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,15 +63,6 @@ class PeerRun(Engine):
     def report(self) -> Report:
         """Zeros: nothing is known."""
         return Report(grad_norm=0.0)
-
-    def records(self, wait: bool = False) -> None:
-        """It keeps none."""
-
-    def trace(self, path: Path) -> AbstractContextManager[object]:
-        raise InputError(f"This engine has no trace; allowed with engine={self._name}: trace=null.")
-
-    def __enter__(self) -> Self:
-        return self
 
 
 class TorchAO(PeerRun):
@@ -268,7 +258,9 @@ def check_peer(config: TrainConfig) -> None:
     on_gpu = config.device is not Device.cpu and torch.cuda.is_available()
     if engine.peer is Peer.torchao_offload:
         if not on_gpu:
-            raise InputError("engine=torchao_offload offloads from a GPU, and the device is the CPU.")
+            raise InputError(
+                f"device is {config.device.name}, the CPU here; allowed with engine={name}: a GPU, which it offloads."
+            )
         if wants.max_grad_norm is not None:
             raise InputError(
                 f"optimizer.max_grad_norm is {wants.max_grad_norm}; allowed with engine={name}: null, since it takes "
