@@ -3,9 +3,9 @@
 A *segment* is some matrices of one device and dtype whose windows end together: one flat storage of `numel` elements
 for the weights, one for the accumulator, and in shared memory a ring (one such storage a lane), shadows and the
 worker's state of the same geometry; lanes of the ring are the shadows where a result fits in the place of its gradient.
-Its matrices lie in it one after another, in reverse registration order, each start
-aligned. A *bucket* is a contiguous range of the flat storage, the unit that is copied and handed to the worker; a
-matrix larger than a bucket is cut between rows, so a bucket holds *pieces*.
+Its matrices lie in it one after another, in reverse registration order, each start aligned. A *bucket* is a contiguous
+range of the flat storage, the unit that is copied and handed to the worker; a matrix larger than a bucket is cut
+between rows, so a bucket holds *pieces*.
 
 Plain data, picklable, importable without torch: the worker receives it over a pipe.
 """

@@ -155,7 +155,7 @@ def render(path_json: str | os.PathLike[str], path_png: str | os.PathLike[str]) 
 
 
 def draw(events: list[dict[str, Any]]) -> Any:
-    """The picture as a matplotlib figure."""
+    """The picture that `render` writes, a `matplotlib.figure.Figure`, from what `read_events` gives."""
     from matplotlib.figure import Figure
 
     spans = spans_of(events)

@@ -3,10 +3,12 @@ gradient, whoever waits for `done` and however far the worker had come."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.driving import DTYPES, Builder, assert_same_bits, backward, make_gradients, make_parameters, snapshot
+from tests.engine.simulation import TOGETHER
 from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow
-from zenflow.storage import SegmentStorage
 from zenflow.uploading import Sent
 
 SHAPES = [(16, 12), (7, 13), (31, 3), (8, 4, 3, 2)]
@@ -199,13 +201,16 @@ def test_poisoned_weights_are_what_was_visible_though_no_result_came(
         assert_same_bits(parameter, visible)
 
 
-def test_slots_that_are_done_are_not_kept(mode: str, build: Builder) -> None:
+def test_slots_that_are_done_are_not_kept(mode: str) -> None:
     """And an engine that nobody closes lets go of its memory, though the watch knows of it."""
     parameters = make_parameters(SHAPES, torch.bfloat16)
-    engine = build(parameters, **{**SETTINGS, **MODES[mode]})
+    engine = ZenFlow(parameters, min_deferred_numel=0, worker_threads=1, **{**TOGETHER, **SETTINGS, **MODES[mode]})
     for grads in make_gradients(SHAPES, torch.bfloat16, 8):
         backward(parameters, grads)
         engine.step()
     (storage,) = engine._pipeline.storages
-    assert isinstance(storage, SegmentStorage)
-    assert len(engine._pipeline.client.stand_in._slots) <= 2 * len(storage.segment.buckets)
+    assert 0 < len(engine._pipeline.client.stand_in._slots) <= 2 * len(storage.segment.buckets)
+    pid, kept = engine._pipeline.client.worker_pid, weakref.ref(storage)
+    del engine, storage
+    gc.collect()
+    assert kept() is None and ends_within(pid, LIMIT)

@@ -162,4 +162,4 @@ def test_if_no_run_came_so_far_the_report_says_why_and_fails(report, runs, no_pi
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])
 def test_a_number_of_steps_is_1_or_more(report, runs, word):
     outcome = report(runs, f"--steps={word}")
-    assert outcome.code == 2 and f"{word} is no number of steps; allowed: 1 or more." in outcome.error
+    assert outcome.code == 2 and f"--steps: {word!r}; allowed: an integer >= 1" in outcome.error

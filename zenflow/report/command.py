@@ -88,7 +88,7 @@ def _parser() -> ArgumentParser:
 
 def _steps(word: str) -> int:
     if not (word.isdecimal() and int(word) > 0):
-        raise ArgumentTypeError(f"{word} is no number of steps; allowed: 1 or more.")
+        raise ArgumentTypeError(f"{word!r}; allowed: an integer >= 1")
     return int(word)
 
 
