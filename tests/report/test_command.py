@@ -181,7 +181,7 @@ def test_a_whole_report_of_runs_left_out_is_written_and_fails(report, tmp_path, 
     made = make(tmp_path / "runs" / "0", {0: 2.0, 4: 1.0})
     (made / "config.json").write_text("{")
     outcome = report(tmp_path / "runs")
-    assert outcome.code == 1 and "none of 1 runs is whole" in outcome.error
+    assert outcome.code == 1 and "none of 1 run is whole" in outcome.error
     assert "config.json is damaged: no JSON" in outcome.text and outcome.rows("report")[0]["status"] == "left out"
 
 

@@ -52,7 +52,7 @@ def test_what_an_engine_has_no_use_for_keeps_it_out_of_no_comparison(report, swe
     """AdamW has no k: both k are compared with it, at the better learning rate unless that is split, too."""
     outcome = report(sweep, "--split", "engine.topk_ratio")
     assert headings(outcome.text) == ["tiny on stdlib, k 0.1", "tiny on stdlib, k 0.5"]
-    assert outcome.text.count("2 of the runs have no engine.topk_ratio: they are in several comparisons.") == 2
+    assert outcome.text.count("Without engine.topk_ratio, and so in several comparisons: 2 runs.") == 2
     assert "6 runs in 2 comparisons" in outcome.text and len(outcome.rows("report")) == 8
     found = differences(outcome)
     assert found["tiny on stdlib, k 0.5", "zenflow, lr 0.1"] == ("adamw, lr 2e-5", 150.0)

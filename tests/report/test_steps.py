@@ -33,7 +33,7 @@ def test_every_run_that_came_so_far_counts(report, runs, no_pictures):
     outcome = report(runs, "--steps", 4)
     assert outcome.code == 0 and "4 runs in 1 comparison" in outcome.text and "1 run left out" in outcome.text
     assert (
-        "Note: 2 of the 4 runs are unfinished, with 4 to 5 of 6 steps; all figures are of the first 4 steps, as "
+        "Note: Unfinished: 2 of 4 runs, with 4 to 5 of 6 steps; all figures are of the first 4 steps, as "
         "--steps asks. Traffic in M and stalls between two steps, which only a summary holds, are left out."
         in outcome.text
     )
@@ -72,7 +72,7 @@ def test_runs_none_of_which_ended_are_compared(report, runs, no_pictures):
     for name in ("adamw0", "zenflow0"):
         end_early(runs / name, 5)
     outcome = report(runs, "--steps", 4)
-    assert "4 of the 4 runs are unfinished, with 4 to 5 of 6 steps" in outcome.text
+    assert "Unfinished: 4 of 4 runs, with 4 to 5 of 6 steps" in outcome.text
     assert float(outcome.setting("zenflow")["loss_at_equal_steps_mean"]) == 2.75
 
 

@@ -15,7 +15,7 @@ from zenflow.report.settings import parse_overrides
 from zenflow.report.split import with_machines
 from zenflow.report.study import Study, studies
 from zenflow.report.tables import group_rows, report_text, run_rows, study_text
-from zenflow.terminal import show
+from zenflow.terminal import counted, show
 from zenflow.training.errors import InputError
 
 HELP = """\
@@ -52,8 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
         show("No pictures: matplotlib is not installed (the extra `plot`).")
     show(f"Everything is in {args.out}.")
     if not runs:
-        wanted = "is whole" if args.steps is None else f"can be compared after {args.steps:,} steps"
-        print(f"zenflow-report: none of {len(left_out)} runs {wanted}; report.md says why.", file=sys.stderr)
+        wanted = "is whole" if args.steps is None else f"can be compared after {counted(args.steps, 'step')}"
+        print(f"zenflow-report: none of {counted(len(left_out), 'run')} {wanted}; report.md says why.", file=sys.stderr)
     return 0 if runs else 1
 
 

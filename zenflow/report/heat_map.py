@@ -15,6 +15,7 @@ from zenflow.report.names import field_names
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
 from zenflow.report.tables import difference, time_words
+from zenflow.terminal import counted
 
 K, U = "engine.topk_ratio", "engine.update_interval"
 PANELS_A_ROW = 2
@@ -60,7 +61,7 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any] | None:
     found = grids(study)
     if not found or (study.step is None and not over_seconds):
         return None
-    at = f"{time_words(study.seconds)} of training" if over_seconds else f"{study.step:,} steps"
+    at = f"{time_words(study.seconds)} of training" if over_seconds else counted(study.step, "step")
     against = "" if study.baseline is None else f" against {study.base_name}"
     title = f"Validation loss{against} after {at}: {study.title}"
     values = [_value(setting, study, over_seconds) for grid in found for setting in grid.cells.values() if setting]

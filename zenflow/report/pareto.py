@@ -41,7 +41,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 def draw(study: Study) -> tuple[str, Any]:
     """(title, figure): tokens a second to the right, validation loss at equal steps (the final one if none) upwards."""
     name = "final_loss" if study.step is None else "loss_at_equal_steps"
-    when = "at the end" if study.step is None else f"after {study.step:,} steps"
+    when = "at the end" if study.step is None else f"after {counted(study.step, 'step')}"
     title = f"Quality against speed: {study.title}"
     points = [(setting.mean("tokens_per_second"), setting.mean(name)) for setting in study.settings]
     figure, axes = page(4.2, width=6.0)

@@ -9,6 +9,7 @@ from zenflow.report import settings
 from zenflow.report.names import details
 from zenflow.report.runs import Run
 from zenflow.report.settings import Values
+from zenflow.terminal import counted
 from zenflow.training.errors import InputError
 
 
@@ -85,7 +86,7 @@ def _split(title: str, runs: list[Run], split: Sequence[str]) -> list[Part]:
         members = [run for run, theirs in zip(runs, own, strict=True) if theirs == mine or _within(theirs, mine)]
         told = [word for word in details(mine, own, list(mine)) if word not in title.split(", ")]
         shared = sum(_within(theirs, mine) for theirs in own)
-        note = f"{shared} of the runs have no {' or no '.join(split)}: they are in several comparisons."
+        note = f"Without {' or '.join(split)}, and so in several comparisons: {counted(shared, 'run')}."
         parts.append(Part(", ".join([title, *told]), members, [note] if shared else []))
     return parts
 

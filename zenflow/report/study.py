@@ -20,6 +20,7 @@ from zenflow.report.figures import spread as spread_of
 from zenflow.report.runs import LeftOut, Run
 from zenflow.report.settings import ADAMW, Values
 from zenflow.report.split import Part, parts_of
+from zenflow.terminal import counted
 from zenflow.training.errors import InputError
 
 NOT_IN_LINES = "Traffic in M and stalls between two steps, which only a summary holds, are left out."
@@ -222,7 +223,9 @@ def _no_baseline(found: Sequence[Study], wanted: Values) -> str:
 def _notes(study: Study, runs: Sequence[Run]) -> list[str]:
     notes = []
     if (upto := runs[0].upto) is not None:
-        notes.append(f"{_whose(runs)}; all figures are of the first {upto:,} steps, as --steps asks. {NOT_IN_LINES}")
+        notes.append(
+            f"{_whose(runs)}; all figures are of the first {counted(upto, 'step')}, as --steps asks. {NOT_IN_LINES}"
+        )
     if study.step is None:
         notes.append("There is no step after which all runs were evaluated: nothing is compared at equal steps.")
     if len({run.config["steps"] for run in runs}) > 1:
@@ -253,7 +256,7 @@ def _whose(runs: Sequence[Run]) -> str:
     if not early:
         return "All of the runs are whole"
     made, wanted = _range([run.made for run in early]), _range([run.config["steps"] for run in early])
-    return f"{len(early)} of the {len(runs)} runs are unfinished, with {made} of {wanted} steps"
+    return f"Unfinished: {len(early)} of {counted(len(runs), 'run')}, with {made} of {wanted} steps"
 
 
 def _range(values: Sequence[int]) -> str:

@@ -63,7 +63,7 @@ def quality_columns(study: Study) -> list[Column]:
     all_end_there = all(len(run.steps) == study.step for setting in study.settings for run in setting.runs)
     if study.step is not None:
         columns += [
-            Column(f"loss after {study.step:,} steps", "loss_at_equal_steps", loss),
+            Column(f"loss after {counted(study.step, 'step')}", "loss_at_equal_steps", loss),
             Column(against, "vs_steps", seed_by_seed),
         ]
     return [

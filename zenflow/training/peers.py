@@ -173,12 +173,13 @@ def _digests(model: nn.Module) -> Tensor:
 
     Not of a copy of the weights, for which there may be no room.
     """
-    return torch.stack([_digest(weight.detach()) for weight in model.parameters()]).cpu()
+    weights = [weight.detach() for weight in model.parameters()]
+    places = torch.arange(1, 1 + min(_CHUNK, max(map(torch.numel, weights))), device=weights[0].device)
+    return torch.stack([_digest(weight, places) for weight in weights]).cpu()
 
 
-def _digest(weight: Tensor) -> Tensor:
+def _digest(weight: Tensor, places: Tensor) -> Tensor:
     bits = weight.reshape(-1).view({2: torch.int16, 4: torch.int32}[weight.element_size()])
-    places = torch.arange(1, _CHUNK + 1, device=weight.device)
     total = places.new_zeros(())
     for part in bits.split(_CHUNK):
         total = 31 * total + (part * places[: len(part)]).sum()  # int64, which may wrap around
