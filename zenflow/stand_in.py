@@ -1,9 +1,10 @@
 """What takes a dead worker's place until all that waits for its results has gone on.
 
 Streams wait for `done` before they copy a result into the weights, and once it is released they copy what there is. In
-a lane that is a shadow, too, that is a gradient, or a result half written over it. So what is visible is put there
-first: slot by slot, in their order and behind their payload, since the next gradient of a bucket only comes once the
-result before it has been uploaded.
+a lane that is a shadow, too, that is a gradient, or a result half written over it; in the one of two shadows that does
+not hold what is visible it is a prediction of long ago. So what is visible is put there first: slot by slot, in their
+order and behind their payload, which only comes once the last upload from its place has ended. The one shadow of its
+own that a bucket has without predictions holds what is visible as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StandIn:
     def take_over(self, stopped: threading.Event) -> None:
         """Pass over what the dead worker has left, `done` rising with it, until nothing is left or it is `stopped`."""
         while (sent := self._next()) is not None:
-            if sent.storage.segment.in_place:
+            segment = sent.storage.segment
+            if segment.in_place or segment.predicted:
                 if not _arrives(sent, stopped):
                     return
                 sent.storage.put_back(sent.bucket, sent.turn)

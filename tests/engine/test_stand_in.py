@@ -85,10 +85,14 @@ def wait_for(client: Any, seq: int) -> None:
         time.sleep(1e-4)
 
 
+@pytest.mark.parametrize("accumulate_on", ["gpu", "host"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_visible_lies_in_the_lanes_before_anybody_is_let_go(mode: str, dtype: str, build: Builder) -> None:
-    """Also where results have shadows of their own (fp16), and for fp32 weights, which are the masters."""
-    here = Stopped(build, mode, dtype)
+def test_what_is_visible_lies_in_the_shadow_before_anybody_is_let_go(
+    mode: str, dtype: str, accumulate_on: str, build: Builder
+) -> None:
+    """Also where results have shadows of their own (fp16, or gradients that are kept by step), of which, with
+    predictions, one is of two windows ago; and for fp32 weights, which are the masters."""
+    here = Stopped(build, mode, dtype, accumulate_on=accumulate_on)
     memory, turn = here.storage.memory, here.sent[0].turn
     if here.storage.segment.in_place:
         before = here.storage.shadow(turn).clone()
@@ -96,8 +100,7 @@ def test_what_is_visible_lies_in_the_lanes_before_anybody_is_let_go(mode: str, d
         assert memory.shadow_of(turn).ctypes.data == here.storage.lane(turn, 0).data_ptr()
     here.kill()
     here.noticed()
-    if mode == "plain" or here.storage.segment.in_place:
-        here.check(here.storage.shadow(turn))
+    here.check(here.storage.shadow(turn))
 
 
 def take(here: Stopped, later: list[Sent], taken: list[Tensor]) -> None:

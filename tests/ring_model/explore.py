@@ -53,14 +53,13 @@ class Op(NamedTuple):
 class Slot(NamedTuple):
     """What a stand-in knows of a slot. known: the host's operations before that.
 
-    lane: where the payload comes and the result would, if that is one place; kept: where what is visible is, else the
-    masters are.
+    shadow: where the result would come, if what is visible is put there; kept: where that is, else the masters are.
     """
 
     seq: int
     known: int
     ready: int
-    lane: int | None
+    shadow: int | None
     kept: int | None
 
 
@@ -121,7 +120,7 @@ class Explorer:
         stand_in: Literal["patient", "hasty", "none"] = "patient",
     ) -> None:
         self.program, self.deaths, self.watched, self.eager = program, deaths, watched, eager
-        self.stand_in, self._lanes = stand_in, {slot.lane for slot in program.slots}
+        self.stand_in, self._shadows = stand_in, {slot.shadow for slot in program.slots}
         counters = program.counters
         self._written = [[_mask(op.writes, counters) for op in ops] for ops in program.ops]
         self._touched = [[_mask(op.reads + op.writes, counters) for op in ops] for ops in program.ops]
@@ -200,8 +199,8 @@ class Explorer:
         for cell, expected in op.reads:
             found = state.memory[cell]
             if found != expected:
-                # Half of an old result and half of a new one are weights; a gradient is none.
-                garbage = actor == UPLOADS and cell in self._lanes and not _is_weights(found)
+                # Where nothing is put back, half an old result and half a new one are weights; a gradient is none.
+                garbage = actor == UPLOADS and cell in self._shadows and not _is_weights(found)
                 if state.life < NOTICED or actor in (HOST, WORKER) or garbage:
                     raise Fault(f"{label}: {self.program.named(cell)} holds {found}, expected {expected}")
                 lost = True  # the streams go on with what there is; nobody may take it for a result
@@ -255,23 +254,23 @@ class Explorer:
             memory[done] = INFINITY
             return [("the watch releases done", state._replace(life=RELEASED, memory=tuple(memory)))]
         label = f"stand-in: slot {slot.seq}"
-        if slot.lane is not None:
+        if slot.shadow is not None:
             if self.stand_in == "patient" and memory[slot.ready] != slot.seq:
                 return []
             self._check_stand_in(state, slot, label)
-            memory[slot.lane] = MASTERS if slot.kept is None else memory[slot.kept]
+            memory[slot.shadow] = MASTERS if slot.kept is None else memory[slot.kept]
         memory[done] = slot.seq
         return [(label, state._replace(memory=tuple(memory)))]
 
     def _check_stand_in(self, state: State, slot: Slot, label: str) -> None:
-        """Nobody else touches the lane meanwhile, or writes what is visible."""
+        """Nobody else touches the shadow meanwhile, or writes what is visible."""
         kept = 0 if slot.kept is None else 1 << slot.kept
         for actor in range(len(ACTORS)):
             if self._enabled(state, actor):
                 at = state.at[actor]
-                if self._touched[actor][at] & 1 << slot.lane or self._written[actor][at] & kept:
+                if self._touched[actor][at] & 1 << slot.shadow or self._written[actor][at] & kept:
                     other = self._label(actor, self.program.ops[actor][at])
-                    raise Fault(f"at the same time: {label} | {other}: both touch {self.program.named(slot.lane)}")
+                    raise Fault(f"at the same time: {label} | {other}: both touch {self.program.named(slot.shadow)}")
         if kept and not _is_weights(state.memory[slot.kept]):
             raise Fault(f"{label}: {self.program.named(slot.kept)} holds {state.memory[slot.kept]}, which is visible")
 
@@ -293,7 +292,7 @@ class Explorer:
 
 
 def _is_weights(stamp: Stamp) -> bool:
-    """Whether what a lane holds can be shown: neither a gradient, nor torn, nor a selection's."""
+    """Whether what a shadow holds can be shown: neither a gradient, nor torn, nor a selection's."""
     return stamp[1:] == (PREDICTED,) if isinstance(stamp, tuple) else stamp != LOST
 
 

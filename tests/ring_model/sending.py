@@ -112,9 +112,9 @@ class Sending(Landing):
     def _raise_ready(self, sent: Sent) -> None:
         ready = self._cell("ready", self._turn(sent.bucket), sent.bucket, counter=True)
         self.copies.push(("ready", sent.seq), "zenflow.sending:Sender._raise_ready", writes={ready: sent.seq})
-        lane, other = (self._shadow(turn, sent.bucket) for turn in (sent.turn, sent.turn ^ 1))
-        kept = other if self.setup.predicts else None
-        self.slots.append(Slot(sent.seq, len(self.host), ready, lane if self.setup.in_place else None, kept))
+        shadow, other = (self._shadow(turn, sent.bucket) for turn in (sent.turn, sent.turn ^ 1))
+        put_back, kept = self.setup.in_place or self.setup.predicts, other if self.setup.predicts else None
+        self.slots.append(Slot(sent.seq, len(self.host), ready, shadow if put_back else None, kept))
 
     def _process(self, sent: Sent, steps: int, end: int) -> None:
         """Phase 4: what the worker does with a slot. It takes only one whose `ready` is the number that is due."""

@@ -52,6 +52,8 @@ SETUPS = {
     "apart-selection": {"apart": True, "interval": 2, "selecting": {2, 6}},
     "apart-cohorts": {"apart": True, "segments": 2, "interval": 2, "windows": 2, "selecting": {3}},
     "apart-predicted": {"apart": True, "predicted": True, "saving": STEPS, "selecting": {2}},
+    "apart-predicted-overlap": {"apart": True, "predicted": True, "windows": 4},
+    "host-predicted-overlap": {"on_host": True, "predicted": True, "windows": 4},
     "predicted-selection": {"predicted": True, "interval": 2, "visible_after": 1, "selecting": {2, 4}, "saving": STEPS},
     "host-no-overlap": {"on_host": True, "visible_after": 0, "selecting": EVEN, "flushing": {3}},
 }
@@ -181,6 +183,22 @@ def test_a_death_that_nobody_watches_for_is_a_deadlock() -> None:
 )
 @pytest.mark.parametrize("name", ["overlap", "predicted-overlap"])
 def test_without_a_patient_stand_in_a_death_makes_gradients_of_weights(name: str, stand_in: str, shown: str) -> None:
+    result = Explorer(make(name), deaths=True, stand_in=stand_in).run()
+    assert "the worker dies" in str(result) and re.search(shown, result.fault), str(result)
+
+
+@pytest.mark.parametrize(
+    "stand_in, shown",
+    [
+        ("none", r"upload .*: shadow .* holds -1, expected \(\d, 1\)"),
+        ("hasty", r"same time: stand-in: slot \d .*upload .*both touch shadow"),
+    ],
+)
+@pytest.mark.parametrize("name", ["apart-predicted-overlap", "host-predicted-overlap"])
+def test_of_two_shadows_the_other_is_no_result_until_a_patient_stand_in_has_made_one_of_it(
+    name: str, stand_in: str, shown: str
+) -> None:
+    """Torn, or a prediction of two windows ago, which its last upload may still be reading."""
     result = Explorer(make(name), deaths=True, stand_in=stand_in).run()
     assert "the worker dies" in str(result) and re.search(shown, result.fault), str(result)
 
