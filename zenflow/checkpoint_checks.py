@@ -12,7 +12,7 @@ from torch import Tensor
 from zenflow_kernels.control import LOG_FINITE, LOG_WORDS, STAMP_WORDS
 
 from zenflow.checks import group_hyper
-from zenflow.config import ZenFlowConfig
+from zenflow.config import ZenFlowConfig, usual_delay
 from zenflow.matrices import Newcomer, count_channels, count_selected, is_deferred
 from zenflow.pipeline import Pipeline
 from zenflow.window import WindowClock
@@ -123,7 +123,8 @@ def check(pipeline: Pipeline, everyone: Mapping[int, Newcomer], state_dict: dict
 def _check_config(mine: dict[str, Any], engine: dict[str, Any]) -> None:
     saved = engine["config"]
     for name in SHAPING:
-        if not _equal(saved.get(name), mine[name]):
+        same = _equal(saved.get(name), mine[name])
+        if not same and not (name == "visible_after" and _equal(_delay(saved), _delay(mine))):
             raise ValueError(f"the state was saved with {name}={saved.get(name)!r}, this optimizer has {mine[name]!r}")
     if not engine["hyper_log"]:
         return
@@ -134,6 +135,14 @@ def _check_config(mine: dict[str, Any], engine: dict[str, Any]) -> None:
                 f"the state was saved in the middle of a window with {name}={saved.get(name)!r}, this optimizer has "
                 f"{mine[name]!r}; load it with the same {name}, flush(), and save what that gives"
             )
+
+
+def _delay(config: dict[str, Any]) -> Any:
+    """`visible_after` in steps, also where it is auto; what is found there if that is no delay."""
+    after, longest = config.get("visible_after"), config.get("update_interval")
+    if _equal(after, "auto") and type(longest) is int:
+        return usual_delay(longest, overlap_step=True, stagger=_equal(config.get("stagger"), True))
+    return after
 
 
 def _check_engine(pipeline: Pipeline, engine: dict[str, Any]) -> None:

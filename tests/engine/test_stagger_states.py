@@ -82,6 +82,31 @@ def test_states_of_other_windows_are_refused_by_name(
         other.load_state_dict(engine.state_dict())
 
 
+@pytest.mark.parametrize("ways", [("auto", 2), (2, "auto")], ids=["auto-to-steps", "steps-to-auto"])
+@pytest.mark.parametrize("given", [{}, {"stagger": False, "update_interval": 2}], ids=["staggered", "together"])
+def test_a_delay_in_steps_is_that_of_auto(
+    given: dict[str, Any], ways: tuple[str | int, str | int], device: str, build: Builder
+) -> None:
+    """In the middle of a window, with a result on its way: the run goes on as if nothing had been."""
+    settings = [{**SETTINGS, **given, "visible_after": after} for after in ways]
+    stream = make_gradients(SHAPES, torch.bfloat16, 12)
+    parameters = make_parameters(SHAPES, torch.bfloat16, device)
+    engine = build(parameters, **settings[0])
+    for grads in stream[:5]:
+        feed(parameters, grads)
+        engine.step()
+    assert engine._pipeline.uploads.pending and engine._pipeline.clock.running
+    fresh = make_parameters(SHAPES, torch.bfloat16, device, seed=5)
+    resumed = build(fresh, **settings[1])
+    resumed.load_state_dict(engine.state_dict())
+    for grads in stream[5:]:
+        for optimizer, everyone in ((engine, parameters), (resumed, fresh)):
+            feed(everyone, grads)
+            optimizer.step()
+    for index, (one, other) in enumerate(zip(fresh, parameters, strict=True)):
+        assert_same_bits(one, other, f"weight {index}")
+
+
 @pytest.mark.parametrize("cohort", [0, 5, "1", None])
 def test_a_state_s_cohorts_are_checked(cohort: Any, device: str, build: Builder) -> None:
     parameters = make_parameters(SHAPES, torch.bfloat16, device)
