@@ -160,6 +160,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()  # raw gradients may be on their way into the lanes that a loaded window takes
     make_visible(pipeline)
+    pipeline.stepping = True  # a state that is loaded in part is as bad as a step that is made in part
     pipeline.clock.load_state_dict(engine["clock"])
     pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
     if predicts(engine["config"]) and not pipeline.config.predicts:
@@ -196,6 +197,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     records = {indices[id(record.param)]: record.index for record in pipeline.records}
     pipeline.norm_order.load([records[index] for index in engine["norm_order"]], len(records))
     pipeline.uploads.load_state_dict(_renumbered(engine["uploads"], records))
+    pipeline.stepping = False
     pipeline.prepare_backward()
 
 

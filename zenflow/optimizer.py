@@ -301,8 +301,8 @@ class ZenFlow(torch.optim.Optimizer):
             if self._pipeline.client is not None:
                 self._pipeline.client.check()
             raise RuntimeError(
-                "a step of this ZenFlow optimizer was broken off in the middle, so its state is no longer consistent; "
-                "close(flush=False), build a new one and load the last state_dict()"
+                "a step, flush or load of this ZenFlow optimizer was broken off in the middle, so its state is no "
+                "longer consistent; close(flush=False), build a new one and load the last state_dict()"
             )
         return self._pipeline
 

@@ -67,7 +67,7 @@ class Pipeline:
         self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []
         self.logged = 0  # the window number in the device's log
-        self.stepping = False  # a step has begun to count and has not ended: afterwards, it was broken off
+        self.stepping = False  # a step, flush or load has begun and not ended: afterwards, it was broken off
         self.highest_t = 0  # no channel's t is above it
         self.counters = dict.fromkeys(("windows", "selections"), 0)
         self.grads: list[Tensor | None] = []  # of the step that runs, one a record

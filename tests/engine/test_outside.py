@@ -193,3 +193,36 @@ def test_a_flush_broken_off_in_the_middle_is_named_ever_after(
         with pytest.raises(RuntimeError, match="broken off"):
             call()
     pair.engine.close()
+
+
+@pytest.mark.parametrize(
+    "line", ["checkpoint._load_record", "checkpoint._saved_scores", "pipeline.Uploads.load_state_dict"]
+)
+def test_a_load_broken_off_in_the_middle_is_named_ever_after(
+    line: str, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of it is the state's, and the rest what was trained here; a new optimizer loads it whole."""
+    pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **SETTINGS)
+    run(pair, 6)
+    saved = copy.deepcopy(pair.engine.state_dict())
+    parameters = make_parameters(SHAPES, torch.bfloat16, device, seed=2)
+    broken = build(parameters, **SETTINGS)
+    for grads in make_gradients(SHAPES, torch.bfloat16, 3):
+        feed(parameters, grads)
+        broken.step()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"zenflow.{line}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            broken.load_state_dict(saved)
+    for call in (broken.step, broken.flush, broken.state_dict, lambda: broken.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match="broken off"):
+            call()
+    broken.close()
+    pair.engine = build(pair.parameters, **SETTINGS)
+    pair.engine.load_state_dict(saved)
+    run(pair, 6, seed=4)
+    pair.check_state()
