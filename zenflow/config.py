@@ -57,8 +57,8 @@ class ZenFlowConfig:
     steps_per_epoch: int | None = None
     """Steps in an epoch; needed under `select_strategy: epoch` alone."""
 
-    full_warm_up_rounds: int = 0
-    """Steps at the start in which every channel moves in every step."""
+    full_warm_up_rounds: int = 4
+    """Steps at the start in which every channel moves in every step, and the device waits for it."""
 
     overlap_step: bool = True
     """True: a window's deferred result is visible `visible_after` steps later. False: at its own end."""

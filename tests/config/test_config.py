@@ -126,7 +126,7 @@ def test_defaults_are_the_documented_ones():
         "select_strategy": "step",
         "select_interval": 100,
         "steps_per_epoch": None,
-        "full_warm_up_rounds": 0,
+        "full_warm_up_rounds": 4,
         "overlap_step": True,
         "stagger": True,
         "visible_after": "auto",

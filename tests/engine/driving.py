@@ -21,8 +21,10 @@ Builder = Callable[..., "ZenFlow"]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (), (31, 3), (1, 9)]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What a user has who says nothing: windows of cohorts, results two steps later, as predictions.
-USUAL = {name: getattr(ZenFlowConfig(), name) for name in TOGETHER}
+# What a user has who says nothing: windows of cohorts, results two steps later, as predictions; and the same from the
+# first step on, without its warm-up, in which there is neither.
+DEFAULT = {name: getattr(ZenFlowConfig(), name) for name in TOGETHER}
+USUAL = DEFAULT | {"full_warm_up_rounds": 0}
 SCHEDULES: dict[str, dict[str, Any]] = {"usual": USUAL, "together": TOGETHER}
 RULES: dict[str, dict[str, Any]] = {
     "gpu": {},

@@ -20,13 +20,12 @@ from tests.engine.simulated_state import Group, State, f32
 
 LARGEST = torch.finfo(torch.float32).max  # what the mean of a sum that overflows counts as
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# The schedule of the paper: all windows end in the same step, and what is visible are rounded masters.
-TOGETHER = {"stagger": False, "weight_prediction": 0.0}
+# The paper's schedule: all windows end in the same step, from the first on, and what is visible are rounded masters.
+TOGETHER = {"stagger": False, "weight_prediction": 0.0, "full_warm_up_rounds": 0}
 DEFAULTS = {
     "topk_ratio": 0.1,
     "update_interval": 4,
     "select_interval": 100,
-    "full_warm_up_rounds": 0,
     "overlap_step": True,
     "visible_after": "auto",
     **TOGETHER,

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from tests.engine.driving import (
     SHAPES,
-    USUAL,
+    DEFAULT,
     Builder,
     Pair,
     assert_same_bits,
@@ -132,7 +132,7 @@ def test_an_unknown_setting_is_refused_by_name(build: Builder) -> None:
 def test_a_config_and_keywords_mean_the_same(build: Builder) -> None:
     settings = {"topk_ratio": 1, "update_interval": 3, "min_deferred_numel": 0, "worker_threads": 1}
     with ZenFlow(make_parameters(), config=ZenFlowConfig(**settings)) as engine:
-        assert engine.config == build(make_parameters(), **settings, **USUAL).config
+        assert engine.config == build(make_parameters(), **settings, **DEFAULT).config
         assert (engine.config.topk_ratio, engine.config.update_interval) == (1, 3)
 
 

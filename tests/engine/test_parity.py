@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.driving import DTYPES, SHAPES, Builder, Pair, make_gradients, make_parameters
+from tests.engine.driving import DEFAULT, DTYPES, SHAPES, Builder, Pair, make_gradients, make_parameters
 
 STEPS = 30
 
@@ -28,7 +28,8 @@ def scenario(dtype: str = "bf16", eventful: bool = False, **settings: Any) -> Sc
 
 REPLAY = {"accumulate_on": "host", "deferred_rule": "replay"}
 SCENARIOS = {
-    "defaults": Scenario({}),
+    "defaults": Scenario(DEFAULT),
+    "together": Scenario({}),
     "overlap": scenario(select_interval=8),
     "no-overlap": scenario(select_interval=8, overlap_step=False),
     "fp32": scenario("fp32", select_interval=8),

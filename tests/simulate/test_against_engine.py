@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.engine.driving import USUAL, assert_same_bits, backward, make_gradients, make_parameters
+from tests.engine.driving import DEFAULT, USUAL, assert_same_bits, backward, make_gradients, make_parameters
 from tests.engine.simulation import TOGETHER
 from zenflow import ZenFlow, ZenFlowConfig
 from zenflow.simulate.rule import Rule
@@ -18,7 +18,8 @@ from zenflow.simulate.simulation import Simulation
 SHAPES = [(16, 12), (7, 13), (5,), (8, 4, 3, 2), (31, 3), (1, 9)]
 HOST = {"accumulate_on": "host"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "default": USUAL,
+    "default": DEFAULT,
+    "default-without-warm-up": USUAL,
     "together": {},
     "prompt": {"overlap_step": False},
     "half-window": {"visible_after": 2},
@@ -31,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "host": HOST,
     "host-default": HOST | USUAL,
     "warm-up": {"full_warm_up_rounds": 5},
-    "warm-up-default": {"full_warm_up_rounds": 5} | USUAL,
+    "warm-up-default": USUAL | {"full_warm_up_rounds": 5},
     "scale-none": {"deferred_lr_scale": "none"},
     "scale-2-rows": {"deferred_lr_scale": 2.0, "channel_dim": "row", "importance": "magnitude"},
     "k-0": {"topk_ratio": 0.0, "update_interval": 3},

@@ -23,8 +23,8 @@ SIMULATED = "simulated"
 PEERS = tuple(Peer.__members__)  # offloads of other projects
 ADAMWS = (ADAMW, ADAMW_BF16, ADAMW_OFFLOAD)  # torch's; the second has no masters, the third's are on the host
 ZERO_OFFLOAD_KEYS = {"engine.topk_ratio": 0, "engine.update_interval": 1, "engine.overlap_step": False}
-# Which bear on nothing there: windows of one step have one cohort, and nothing is late.
-IDLE_KEYS = ("engine.stagger", "engine.weight_prediction")
+# Which bear on nothing there: windows of one step have one cohort, nothing is late, and every step is as in a warm-up.
+IDLE_KEYS = ("engine.stagger", "engine.weight_prediction", "engine.full_warm_up_rounds")
 # Which no other engine has.
 SIMULATED_KEYS = tuple(f"engine.{name}" for name in SimulatedEngine.__annotations__)
 DELAY = "engine.visible_after"

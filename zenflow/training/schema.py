@@ -56,7 +56,7 @@ class RuleConfig(EngineConfig):
     topk_ratio: int | float | str = 0.1  # 0 and 1 are numbers too
     update_interval: int | str = 4
     select_interval: int | str = 100
-    full_warm_up_rounds: int = 0
+    full_warm_up_rounds: int = 4
     overlap_step: bool = True
     stagger: bool = True
     visible_after: int | str = "auto"
