@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.engine.driving import (
-    SHAPES,
     DEFAULT,
+    SHAPES,
     Builder,
     Pair,
     assert_same_bits,

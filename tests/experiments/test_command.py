@@ -35,13 +35,14 @@ def test_smoke_runs_the_whole_path(command):
     steps = [record for record in outcome.metrics() if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 17))
     assert {"lr", "grad_norm", "tokens", "seconds", *ENGINE_PART} <= steps[0].keys()
-    # A cohort's window ends in every step and is visible two later; the selections at 8 and 16 end all, without delay.
-    late = dict.fromkeys([*range(3, 8), *range(11, 16)], 1)
-    assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == late | {8: 0, 16: 0}
+    # All windows end in each step of the warm-up. Then a cohort's ends in every step and is visible two later; the
+    # selections at 8 and 16 end all, without delay.
+    late, at_once = dict.fromkeys([7, *range(11, 16)], 1), dict.fromkeys([*range(1, 5), 8, 16], 0)
+    assert {line["step"]: line["staleness"] for line in steps if "staleness" in line} == late | at_once
     assert [record["step"] for record in outcome.metrics() if "validation_loss" in record] == [0, 8, 16]
     summary = outcome.summary()
     assert summary["validation_loss_after"] < summary["validation_loss_before"] - 0.5
-    assert summary["selections"] == 3 and summary["windows"] == 16
+    assert summary["selections"] == 4 and summary["windows"] == 16
     assert (outcome.folder / "summary.txt").read_text() in outcome.out
     assert (outcome.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -96,7 +97,7 @@ TRAFFIC = {
 def test_each_step_s_traffic_is_in_its_own_line(command, engine):
     """Windows of 2 steps without selections after the first: down at a window's end, up two steps later; with cohorts
     one window ends in every step. The first step's line has the first selection's, too."""
-    words = (f"engine={engine}", "engine.update_interval=2", "engine.upload=step")
+    words = (f"engine={engine}", "engine.update_interval=2", "engine.upload=step", "engine.full_warm_up_rounds=0")
     outcome = command(*BRIEF, "steps=7", *words, "log_every=100")
     steps = [record for record in outcome.metrics() if "loss" in record]
     down, up = ({line["step"] for line in steps[1:] if line[name] > 0} for name in ("bytes_to_host", "bytes_to_device"))

@@ -50,11 +50,12 @@ def test_the_engine_s_file_lists_every_field_with_its_default():
 def test_the_engines_are_what_their_names_say():
     offload = composed("engine=zero_offload").engine
     assert (offload.topk_ratio, offload.update_interval, offload.overlap_step) == (0, 1, False)
-    assert (offload.stagger, offload.weight_prediction) == (False, 0.0)
+    assert (offload.stagger, offload.weight_prediction, offload.full_warm_up_rounds) == (False, 0.0, 0)
     assert (composed().engine.topk_ratio, composed().engine.update_interval) == (0.1, 4)
 
 
-PAPER, STAGGERED = (False, 0.0, "auto"), (True, 0.0, "auto")
+SCHEDULE = ("stagger", "weight_prediction", "visible_after", "full_warm_up_rounds")
+PAPER, STAGGERED = (False, 0.0, "auto", 0), (True, 0.0, "auto", 4)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ PAPER, STAGGERED = (False, 0.0, "auto"), (True, 0.0, "auto")
     [
         ("together", PAPER, {}),
         ("stagger", STAGGERED, {}),
-        ("zenflow", (True, 1.0, "auto"), {}),
-        ("predicted", (True, 1.0, 1), {}),
+        ("zenflow", (True, 1.0, "auto", 4), {}),
+        ("predicted", (True, 1.0, 1, 4), {}),
         ("accumulate_none", PAPER, {"deferred_lr_scale": "none"}),
         ("accumulate_2", PAPER, {"deferred_lr_scale": 2}),
         ("replay", PAPER, {"accumulate_on": "host", "deferred_rule": "replay"}),
@@ -72,14 +73,13 @@ PAPER, STAGGERED = (False, 0.0, "auto"), (True, 0.0, "auto")
 )
 def test_an_engine_is_the_default_with_its_schedule_and_its_rule(choice, schedule, changed):
     """Rules are compared on the paper's schedule, on which they have been measured."""
-    names = ("stagger", "weight_prediction", "visible_after")
     engine = plain(composed(f"engine={choice}").engine)
-    assert engine == plain(ZenFlowEngine()) | dict(zip(names, schedule, strict=True)) | changed
+    assert engine == plain(ZenFlowEngine()) | dict(zip(SCHEDULE, schedule, strict=True)) | changed
 
 
 def test_simulated_rules_depart_from_the_paper_s_schedule():
     engine = plain(composed("experiment=simulate_rules").engine)
-    assert (engine["stagger"], engine["weight_prediction"], engine["visible_after"]) == PAPER
+    assert tuple(engine[name] for name in SCHEDULE) == PAPER
     assert composed("engine=simulated").engine == SimulatedEngine()
 
 

@@ -223,7 +223,7 @@ def test_a_run_keeps_its_schedule_where_the_default_is_another(command, words, t
     whole = command(*words, "engine=together")
     left = command(*words, "engine=together", "checkpoint_every=1", "keep_checkpoints=12", folder=tmp_path / "left")
     folder = begun(left, tmp_path / "begun", 5)
-    refused = command(*words, "resume=auto", folder=folder)
+    refused = command(*words, "engine.full_warm_up_rounds=0", "resume=auto", folder=folder)
     assert refused.code == 1 and "engine.stagger is True, and False in the run" in refused.err
     resumed = goes_on(command, folder)
     assert resumed.code == 0

@@ -321,7 +321,7 @@ def test_a_long_run_stands_beside_offloads_that_follow_adamw_on_both_corpora(com
 @needs_transformers
 def test_the_sweep_covers_every_rule(command, tmp_path):
     assert command(*PRETRAIN, "steps=1", folder=tmp_path / "pretrain").code == 0
-    sweep = ("experiment=rules_sweep", "debug=rules", "threads=1", "seed=0", "optimizer.lr=1e-4", "steps=5")
+    sweep = ("experiment=rules_sweep", "debug=rules", "threads=1", "seed=0", "optimizer.lr=1e-4", "steps=8")
     outcome = command(*sweep, f"model.path={tmp_path / 'pretrain' / 'model'}", folder=tmp_path / "sweep")
     assert outcome.code == 0
     engines = [outcome.config(str(job))["engine"] for job in range(10)]
