@@ -92,7 +92,8 @@ def test_the_checkpoint_is_the_product_s_own_and_made_in_the_midst_of_a_window(t
         return state
 
     monkeypatch.setattr("zenflow.compare.function.load", looked_at)
-    try_side("b", config("engine=zenflow", "engine.update_interval=2"), tmp_path)
+    words = ("engine=zenflow", "engine.update_interval=2", "engine.full_warm_up_rounds=0")
+    try_side("b", config(*words), tmp_path)
     ((names, shards, clock),) = read
     assert names == ["manifest.json", *shards] and len(shards) == 1
     assert clock["step"] == 3 and clock["position"] % 2 == 1
