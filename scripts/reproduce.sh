@@ -17,7 +17,8 @@ FOLDER is runs/reproduce_SIZE if none is given. A part that has ended is skipped
 part that had not is made anew; a folder is for one SIZE with the same SEEDS and words. What is left:
 
   FOLDER/locality/              locality.md, .csv, .json, .png
-  FOLDER/ablation_NAME/         the runs, one folder each
+  FOLDER/baselines/             runs of AdamW and synchronous offload, which all ablations list: made once, in every report
+  FOLDER/ablation_NAME/         the other runs, one folder each
   FOLDER/report/ablation_NAME/  report.md, report.csv, groups.csv and pictures
 
 Environment:
@@ -96,13 +97,39 @@ run() {
 if [[ $size == full && " ${words[*]} $* " != *" model.path="*" model.path="* ]]; then
     run pretrain experiments.train experiment=rules_pretrain hydra.run.dir="$folder/pretrain"
 fi
+baselines="'engine=adamw','engine=adamw_bf16 model.dtype=bfloat16','engine=adamw_offload','engine=zero_offload'"
+
+# own NAME: the variants of an ablation, less the baselines.
+own() {
+    "$python" - "conf/experiment/ablation_$1.yaml" "$baselines" <<'CODE'
+import re
+import sys
+
+from omegaconf import OmegaConf
+
+listed, baselines = (re.findall("'[^']*'|null", text) for text in (
+    OmegaConf.load(sys.argv[1]).hydra.sweeper.params.variant, sys.argv[2]
+))
+print(",".join(one for one in listed if one not in baselines))
+CODE
+}
+
+# sweep FOLDER NAME VARIANTS WORD...
+sweep() {
+    local target=$1 name=$2 variants=$3
+    shift 3
+    run "$target" experiments.train "experiment=ablation_$name" "seed=$seeds" "variant=$variants" "${words[@]}" "$@" \
+        hydra.sweep.dir="$folder/$target"
+}
+
 for part in "${parts[@]}"; do
     if [[ $part == locality ]]; then
         run locality experiments.locality "${study[@]}" "${words[@]}" "$@" hydra.run.dir="$folder/locality"
         continue
     fi
-    run "ablation_$part" experiments.train "experiment=ablation_$part" "seed=$seeds" "${words[@]}" "$@" \
-        hydra.sweep.dir="$folder/ablation_$part"
-    run "report/ablation_$part" zenflow.report "$folder/ablation_$part" --out "$folder/report/ablation_$part"
+    [[ -e $folder/.ended/baselines ]] || sweep baselines engine "$baselines" "$@"
+    sweep "ablation_$part" "$part" "$(own "$part")" "$@"
+    run "report/ablation_$part" zenflow.report "$folder/ablation_$part" "$folder/baselines" \
+        --out "$folder/report/ablation_$part"
 done
 echo "Everything is in $folder."
