@@ -161,7 +161,7 @@ def _prepare(
     return {
         "format": FORMAT,
         "version": VERSION,
-        "libraries": _libraries(),
+        "libraries": libraries(),
         "configuration": described,
         "shards": [
             {
@@ -189,11 +189,12 @@ def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[dict[st
         yield shard
 
 
-def _libraries() -> dict[str, str]:
-    libraries = {"python": platform.python_version(), "torch": str(torch.__version__)}
+def libraries() -> dict[str, str]:
+    """Name -> version of what a checkpoint that is saved now says it was saved with."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):  # a source tree that is not installed has no version
-        libraries["zenflow-triton"] = version("zenflow-triton")
-    return libraries
+        found["zenflow-triton"] = version("zenflow-triton")
+    return found
 
 
 def _manifest_text(body: Mapping[str, Any]) -> bytes:

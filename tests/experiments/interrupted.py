@@ -102,6 +102,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"}
 
 
+def goes_on(command: Callable[..., Outcome], folder: Path, *words: str, place: Path | None = None) -> Outcome:
+    """`resume=` with the run's folder, or with `place` in it."""
+    return command(f"resume={place or folder}", *words, folder=folder)
+
+
 if __name__ == "__main__":  # step|save|never STEP SIGNAL, and zenflow-train's words
     when, step, number = sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1))
     add_dropout()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,10 @@ from tests.experiments.interrupted import (
     assert_same_run,
     begun,
     contents,
+    goes_on,
     make_text,
     told,
 )
-from zenflow.checkpoint_folder import load, read_manifest, save
 from zenflow.training.checkpoints import all_of, folder_of, step_of
 from zenflow.training.loop import Loop
 
@@ -59,27 +58,6 @@ def dropout():
     remove = add_dropout()
     yield
     remove()
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("kept")
-
-
-@pytest.fixture
-def saved(command, kept, tmp_path) -> Outcome:
-    """A run of 8 steps that was killed after the last, saved after 4 and 6: a copy of one."""
-    if not (kept / "run").exists():
-        words = (*TINY, *make_text(kept / "text.txt"), *ZENFLOW, "steps=8", "evaluate_every=4")
-        command(*words, "checkpoint_every=2", "keep_checkpoints=3", folder=kept / "run")
-    shutil.copytree(kept / "run", tmp_path / "saved")
-    shutil.rmtree(folder_of(tmp_path / "saved", 8))
-    (tmp_path / "saved" / "summary.json").unlink()
-    return Outcome(0, "", "", tmp_path / "saved")
-
-
-def goes_on(command: Callable[..., Outcome], folder: Path, *words: str, place: Path | None = None) -> Outcome:
-    return command(f"resume={place or folder}", *words, folder=folder)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -202,21 +180,6 @@ def test_what_would_be_another_run_is_refused_before_anything_changes(command, s
     assert contents(saved.folder) == before
 
 
-@pytest.mark.parametrize("name", ["stagger", "weight_prediction"])
-def test_a_run_of_a_version_without_a_schedule_s_setting_is_refused_by_its_name(command, saved, name):
-    """It had another default then: the run must not go on with today's as if nothing had been."""
-    for folder in all_of(saved.folder):
-        state, recorded = load(folder), read_manifest(folder).configuration
-        for part in ("asked", "resolved"):
-            del recorded[part]["engine"][name]
-        shutil.rmtree(folder)
-        save(folder, state, configuration=recorded)
-    before = contents(saved.folder)
-    refused = goes_on(command, saved.folder)
-    assert refused.code == 1 and re.search(rf"engine.{name} is .*, and missing in the run", refused.err)
-    assert contents(saved.folder) == before
-
-
 def test_a_run_keeps_its_schedule_where_the_default_is_another(command, words, tmp_path):
     """Also under `resume=auto`, which compares every setting: it names the one that differs."""
     words = (*words, *ZENFLOW, "save_model=true")
@@ -245,8 +208,8 @@ def test_other_data_is_refused(command, words, tmp_path):
     assert contents(saved.folder) == before
 
 
-def test_where_there_is_nothing_to_go_on_with(command, saved, words, kept, tmp_path):
-    finished = goes_on(command, kept / "run")
+def test_where_there_is_nothing_to_go_on_with(command, saved, words, kept_run, tmp_path):
+    finished = goes_on(command, kept_run / "run")
     assert finished.code == 1 and "is finished, with 8 steps" in finished.err
     elsewhere = command(f"resume={saved.folder}", folder=tmp_path / "elsewhere")
     assert elsewhere.code == 1 and "leave out hydra.run.dir" in elsewhere.err and not elsewhere.folder.exists()
@@ -289,8 +252,8 @@ def test_a_newer_format_is_refused(command, saved, monkeypatch, what):
     assert refused.code == 1 and re.search("has version 1; this program reads|has the run format 1; this", refused.err)
 
 
-def test_more_steps_go_on_from_a_finished_run(command, kept, saved, tmp_path):
-    shutil.copytree(kept / "run", tmp_path / "finished")
+def test_more_steps_go_on_from_a_finished_run(command, kept_run, saved, tmp_path):
+    shutil.copytree(kept_run / "run", tmp_path / "finished")
     before = json.loads((tmp_path / "finished" / "summary.json").read_text())
     longer = goes_on(command, tmp_path / "finished", "steps=10", "evaluate_every=null", "plot=true")
     assert longer.code == 0

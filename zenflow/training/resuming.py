@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zenflow.checkpoint_folder import libraries
 from zenflow.training.checkpoints import all_of, read_latest, run_of
 from zenflow.training.errors import InputError
 from zenflow.training.run_state import FORMAT
@@ -18,6 +19,7 @@ from zenflow.training.schema import TrainConfig, from_plain, plain
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
+PROJECT = "zenflow-triton"
 # What bears on how a run is watched, kept or spread over a machine, and on no bit of its steps; and how long it is.
 FREE = (
     *("steps", "evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "resume"),
@@ -78,6 +80,7 @@ def take_up(config: TrainConfig, folder: Path, given: Sequence[str]) -> tuple[Tr
         raise InputError(
             f"{checkpoint.folder} has the run format {state.get('format')!r}; this version reads {FORMAT}."
         )
+    _check_version(saved["asked"], run, checkpoint.manifest.libraries.get(PROJECT))
     if (torch_then := checkpoint.manifest.libraries.get("torch")) != str(torch.__version__):
         log.warning("torch was %s and is %s, which may round otherwise: bits may differ", torch_then, torch.__version__)
     new = settled(config)
@@ -102,12 +105,31 @@ def _unsaved(config: TrainConfig, run: Path) -> Resumption:
         record = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{run / 'config.json'} is damaged; give another folder as hydra.run.dir.") from error
+    _check_version(record, run, None)
     loss = _finished(config, run, automatic=True)
     if loss is None and (run / "summary.json").exists():
         raise InputError(f"The run in {run} is finished, and has no checkpoint from which it could make more steps.")
     if loss is None:
         log.warning("no step of the run in %s has been saved; it begins again", run)
     return Resumption(0, {}, record, loss)
+
+
+def _check_version(was: dict[str, Any], run: Path, version: str | None) -> None:
+    """Errors: InputError if the configuration is one of other settings than there are: no command can go on with it.
+
+    version: of this project, that wrote it, if that is known.
+    """
+    try:
+        today = _flat(plain(from_plain({name: value for name, value in was.items() if name != "device"})))
+        if not (missing := [name for name in today.keys() - _flat(was).keys() if name not in FREE or "." in name]):
+            return
+        named = f" ({version})" if version not in (None, libraries().get(PROJECT)) else ""
+        reason = f"The run in {run} was begun with another version{named}, which had no {', '.join(sorted(missing))}"
+    except InputError as error:
+        reason = f"The run in {run} was begun with another version: {str(error).rstrip('.')}"
+    model = run / "model"
+    weights = f" from its final weights, with model.path={model}" if model.is_dir() else ""
+    raise InputError(f"{reason}. This version cannot go on with it: use that one, or begin a new run{weights}.")
 
 
 def _finished(config: TrainConfig, run: Path, automatic: bool) -> float | None:

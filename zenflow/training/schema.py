@@ -236,7 +236,7 @@ def _filled(kind: type, values: dict[str, Any], chosen: dict[str, type]) -> Any:
     """An instance of a dataclass; `chosen` are the classes of its fields where these are not the annotated ones."""
     kinds = typing.get_type_hints(kind) | chosen
     if strangers := sorted(values.keys() - {item.name for item in dataclasses.fields(kind)}):
-        raise InputError(f"{kind.__name__} has no {', '.join(strangers)} here; the run is of another version.")
+        raise InputError(f"{kind.__name__} has no {', '.join(strangers)} here.")
     made = {}
     for name, value in values.items():
         options = [option for option in (kinds[name], *typing.get_args(kinds[name])) if isinstance(option, type)]
