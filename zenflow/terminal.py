@@ -30,10 +30,11 @@ class LineFormatter(logging.Formatter):
     """Log lines for people (conf/hydra/job_logging): those of `lines_of_job` are told apart."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _named(super().format(record))
+        return as_of_job(super().format(record))
 
 
-def _named(text: str) -> str:
+def as_of_job(text: str) -> str:
+    """`text` with the job's number, inside `lines_of_job`, at the beginning of each line."""
     return "\n".join(f"{_begin}{line}" for line in text.split("\n"))
 
 
@@ -54,7 +55,7 @@ def show(text: str) -> None:
     """
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(_named(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(as_of_job(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         log.warning("the result cannot be printed (%s)", error.strerror)
         # What could not be written would be tried once more at the process's end, and change its exit code.

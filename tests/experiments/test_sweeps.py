@@ -115,7 +115,8 @@ def test_two_jobs_at_a_time(tmp_path):  # F9
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "optimizer.lr is -1.0" in done.stderr
+    refusal = f"#1 zenflow-train: {tmp_path / 'sweep' / '1'}: optimizer.lr is -1.0; allowed: a finite number >= 0."
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == refusal
     table = (tmp_path / "sweep" / "summary.txt").read_text()
     assert re.findall(r"\| (whole|did not start)", table) == ["whole", "did not start", "whole"]
     assert table in done.stdout

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zenflow.disk import DiskFullError
 from zenflow.signals import exit_code
-from zenflow.terminal import lines_of_job
+from zenflow.terminal import as_of_job, lines_of_job
 from zenflow.training.errors import InputError, said
 from zenflow.training.schema import (
     AdamWEngine,
@@ -35,7 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class JobFailed(RuntimeError):
-    """A job of a sweep failed, and its own log says how."""
+    """Job `number` of a sweep failed, as `sentence` says; more is in its own log."""
+
+    def __init__(self, number: int, sentence: str) -> None:
+        super().__init__(number, sentence)
+        self.number, self.sentence = number, sentence
 
 
 def register() -> None:
@@ -88,7 +92,9 @@ def run_command(
     except Exception as error:
         if (sentence := explain(error)) is None:
             raise
-        sys.exit(f"{name}: {sentence}")
+        # Several jobs may write to one terminal: it begins as what they log does.
+        with lines_of_job(error.number if isinstance(error, JobFailed) else None):
+            sys.exit(as_of_job(f"{name}: {sentence}"))
     finally:
         _take_back()
         if after_sweep is not None and _sweep is not None and _sweep.is_dir():
@@ -121,9 +127,8 @@ def run_job(train: Callable[..., float], cfg: DictConfig, name: str = "zenflow-t
         except Exception as error:
             known = isinstance(error, (InputError, MemoryError, DiskFullError))
             if sweep:
-                raise JobFailed(
-                    f"{folder}: {said(error) if known else f'{error!r}, with its traceback in the log'}"
-                ) from error
+                told = said(error) if known else f"{error!r}, with its traceback in the log"
+                raise JobFailed(running.job.num, f"{folder}: {told}") from error
             sys.exit(f"{name}: {said(error)}" if known else 1)
 
 
@@ -239,7 +244,7 @@ def explain(error: BaseException) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, JobFailed):
-        return str(error)
+        return error.sentence
     # The job's own errors never come here bare: this is Hydra making the run's folder or writing to it.
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename} cannot be written ({error.strerror}); give another folder as hydra.run.dir."
