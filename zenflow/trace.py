@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import sys
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from zenflow.command_line import command_line
 from zenflow.disk import replacing
 from zenflow.telemetry import DeviceClock
 from zenflow.trace_view import TRACKS, main, overlap_summary, render
@@ -79,10 +79,14 @@ class _DeviceTime:
 
 
 class Tracer:
-    """Collects intervals from `began_ns` until `write`. Both wait for the device, tracing itself never does."""
+    """Collects intervals from `began_ns` until `write`. Both wait for the device, tracing itself never does.
+
+    `about`: what the file tells beside the device, the clock and versions; the command as it is typed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         assert "CLOCK_MONOTONIC" in time.get_clock_info("perf_counter").implementation
+        self.about = {"command": command_line()}
         self.began_ns = time.perf_counter_ns()
         self._device = device
         self._device_time = _DeviceTime(device) if device.type == "cuda" else None
@@ -168,12 +172,7 @@ class Tracer:
             except metadata.PackageNotFoundError:
                 versions[package] = None
         device = torch.cuda.get_device_name(self._device) if self._device_time is not None else platform.machine()
-        return {
-            "command": shlex.join(sys.orig_argv),
-            "clock": "CLOCK_MONOTONIC",
-            "device": device,
-            "versions": versions,
-        }
+        return {**self.about, "clock": "CLOCK_MONOTONIC", "device": device, "versions": versions}
 
 
 def span(

@@ -29,7 +29,8 @@ def written(tracer: Tracer, folder: Path) -> dict:
 # The file
 
 
-def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
+def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/opt/venv/bin/zenflow-train", "trace=trace.json"])
     tracer = Tracer(CPU)
     tracer.host_span("trainer", "step", 7_001_000, 9_003_500, step=3)
     tracer.host_span("CPU optimizer", "bucket 0", 6_000_000, 6_500_000)
@@ -38,7 +39,8 @@ def test_the_file_is_what_chrome_and_perfetto_read(tmp_path: Path) -> None:
         pass
     tracer.counter("ring", {"occupancy": 0.5})
     document = written(tracer, tmp_path)
-    assert {"command", "versions", "device", "clock"} <= set(document["otherData"])
+    assert document["otherData"]["command"] == "zenflow-train trace=trace.json"
+    assert {"versions", "device", "clock"} <= set(document["otherData"])
     assert document["otherData"]["versions"]["torch"] == torch.__version__
     events = document["traceEvents"]
     meta = list(itertools.takewhile(lambda event: event["ph"] == "M", events))

@@ -10,19 +10,18 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import replace
 from typing import IO
 
 from zenflow.bench.processes import die_with_parent
-from zenflow.bench.registry import TRACE_VARIABLE, Job
+from zenflow.bench.registry import Job
 
 
 def main(text: str) -> int:
-    """Run the job in `text`, JSON of `Job`'s fields but `trace`; the last line is its result or `{"error": ...}`."""
+    """Run the job in `text`, JSON of `Job`'s fields; the last line is its result or `{"error": ...}`."""
     die_with_parent()
     answers = _take_stdout()
     try:
-        job = replace(Job(**json.loads(text)), trace=os.environ.get(TRACE_VARIABLE))
+        job = Job(**json.loads(text))
         if job.cores is not None:
             os.sched_setaffinity(0, job.cores)
         from zenflow.bench.measure import measure

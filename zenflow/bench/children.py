@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from zenflow.bench.registry import TRACE_VARIABLE, Job
+from zenflow.bench.registry import Job
 from zenflow.signals import signals_held, wait_for
 
 
@@ -27,10 +27,8 @@ def run_job(job: Job, log: Path, timeout: float) -> dict[str, Any]:
     log.parent.mkdir(parents=True, exist_ok=True)
     answer = log.with_suffix(".json")
     with open(log, "w", encoding="utf-8") as errors, open(answer, "w", encoding="utf-8") as out:
-        # A trace records the command's words, and a folder of this machine is none of what it shows.
-        command = [*module_command(), "_child", json.dumps(asdict(replace(job, trace=None)))]
-        variables = {} if job.trace is None else {TRACE_VARIABLE: job.trace}
-        with started(command, subprocess.DEVNULL, out, errors, variables) as child:
+        command = [*module_command(), "_child", json.dumps(asdict(job))]
+        with started(command, subprocess.DEVNULL, out, errors) as child:
             try:
                 code = wait_for(child, timeout)
             except subprocess.TimeoutExpired:
@@ -49,17 +47,10 @@ def module_command() -> list[str]:
 
 @contextmanager
 def started(
-    command: list[str],
-    stdin: int,
-    stdout: int | IO[str],
-    stderr: int | IO[str] | None,
-    variables: Mapping[str, str] | None = None,
+    command: list[str], stdin: int, stdout: int | IO[str], stderr: int | IO[str] | None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, which ends with this block, and with it all that it has started.
-
-    variables: of its environment, beside `environment()`.
-    """
-    child, env = None, environment() | dict(variables or {})
+    """A process in a group of its own, which ends with this block, and with it all that it has started."""
+    child, env = None, environment()
     try:
         with signals_held():
             child = subprocess.Popen(

@@ -39,7 +39,7 @@ def measure(job: Job) -> dict[str, Any]:
         totals = trainer.totals()
         after = _host_memory()
         if job.trace is not None:
-            with trainer.trace(job.trace):
+            with trainer.trace(job):
                 Timed(trainer, batches, TRACED_WINDOWS * job.window, device)
     finally:
         trainer.close()

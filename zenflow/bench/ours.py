@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -92,9 +93,12 @@ class Offloaded(Floor):
         values = {item.name: getattr(stats, item.name) for item in fields(stats)}
         return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
-    def trace(self, path: str) -> AbstractContextManager[object]:
-        """Records the steps inside its block in the file `path`."""
-        return self._optimizer.trace(path)
+    @contextmanager
+    def trace(self, job: Job) -> Iterator[None]:
+        """Records the steps inside its block in the job's file."""
+        with self._optimizer.trace(job.trace) as tracer:
+            tracer.about |= {"command": job.command, "trainer": job.label}
+            yield
 
     def close(self) -> None:
         self._optimizer.close(flush=False)

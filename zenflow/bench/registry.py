@@ -9,7 +9,6 @@ from typing import Any
 
 DEFAULT_U = 4
 TRACED_WINDOWS = 3
-TRACE_VARIABLE = "ZENFLOW_BENCH_TRACE"  # how a child learns its job's `trace`
 LAUNCH_LENGTH = 16  # tokens of one sequence: the device has next to nothing to do, so launching is what takes the time
 
 
@@ -66,7 +65,8 @@ class Job:
     backward alone that the same process times before them, and after them where it can. `settings` are ZenFlowConfig's
     fields; `cores` are the logical CPUs that the child binds itself to before it loads anything, None for all.
     `copies`, of the floor alone: "to host" or "to device", which PCIe then is as busy with as it can be. `trace`: the
-    file that records `TRACED_WINDOWS` more, after the timed ones, if the contestant can.
+    file that records `TRACED_WINDOWS` more, after the timed ones, if the contestant can; it names `command`, of which
+    the job is a part.
     """
 
     trainer: str
@@ -86,6 +86,7 @@ class Job:
     cores: Sequence[int] | None = None
     copies: str | None = None
     trace: str | None = None
+    command: str = ""
 
 
 def missing(trainer: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from zenflow.bench.machine import facts
 from zenflow.bench.proof import Proof, prove
+from zenflow.command_line import as_typed
 
 PLACE = ("--out", "--commit")  # options with one value, of how the result is kept
 
@@ -35,7 +35,7 @@ class Session:
         started = datetime.now().astimezone()
         self.folder: Path = args.out or Path("bench-results") / f"{started:%Y-%m-%d_%H-%M-%S}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["zenflow-bench", *what_is_measured(args.words)])
+        command = as_typed(["zenflow-bench", *what_is_measured(args.words)])
         self.facts = facts() | {"command": command, "date": f"{started:%Y-%m-%d %H:%M:%S %z}"}
         self.facts["commit"] = args.commit or self.facts["commit"]
         self.proof = Proof(False, False, "the tests have not run yet")

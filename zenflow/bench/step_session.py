@@ -42,7 +42,7 @@ class StepSession(Session):
             return self.run(job)
         path = self.folder.absolute() / "traces" / f"{_file_name(job)}.json"
         path.parent.mkdir(exist_ok=True)
-        result = self.run(replace(job, trace=str(path)))
+        result = self.run(replace(job, trace=str(path), command=self.facts["command"]))
         if "error" not in result:
             self._overlaps.append(f"### {job.label}\n\n```\n{describe_file(path)}\n```")
             try:
