@@ -66,4 +66,7 @@ def test_a_fast_start_is_no_spike():
 
 def test_skipped_steps_are_a_fault_beyond_a_share():
     assert not examine(FALLING, skipped_steps=5).faults
-    assert examine(FALLING, skipped_steps=6).faults == ("6 steps were skipped: their gradients were not finite",)
+    assert examine(FALLING, skipped_steps=6).faults == ("6 steps had to be skipped for a gradient that was not finite",)
+    assert examine([4.0, 3.0], skipped_steps=1).faults == (
+        "1 step had to be skipped for a gradient that was not finite",
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zenflow.diagnose.numbers import slope, spread
+from zenflow.terminal import counted
 
 SPIKE = 6.0  # noise widths above the median of the `BEFORE` losses before it: a fast start is none
 BEFORE = 9
@@ -55,11 +56,11 @@ def examine(losses: Sequence[float], skipped_steps: int = 0, held_out: Sequence[
     if not all(map(math.isfinite, held_out)):
         faults.append("the held-out loss is not finite")
     if finite and change > max(2 * noise, RISE * abs(statistics.median(finite))):
-        faults.append(f"the loss rises by {change:.3g} over {len(losses)} steps")
+        faults.append(f"the loss rises by {change:.3g} over {counted(len(losses), 'step')}")
     if spikes > max(2, MAX_SPIKES * len(losses)):
         faults.append(f"{spikes} of {len(losses)} losses stand {SPIKE:g} noise widths above those before them")
     if skipped_steps > MAX_SKIPPED * max(1, len(losses)):
-        faults.append(f"{skipped_steps} steps were skipped: their gradients were not finite")
+        faults.append(f"{counted(skipped_steps, 'step')} had to be skipped for a gradient that was not finite")
     return LossHealth(
         steps=len(losses),
         not_finite=bad,
