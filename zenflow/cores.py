@@ -196,13 +196,19 @@ def cpu_quota(root: Path = CGROUP_ROOT, membership: str | None = None) -> float:
     return quota
 
 
+UNKNOWN_MEMORY = 1 << 62  # bytes, more than there are
+
+
 def available_memory(
     root: Path = CGROUP_ROOT, membership: str | None = None, meminfo: Path = Path("/proc/meminfo")
 ) -> int:
-    """Bytes that this process can still take without swapping: the host's MemAvailable within the cgroups' limits."""
+    """Bytes that this process can still take without swapping: the host's MemAvailable within the cgroups' limits.
+
+    `UNKNOWN_MEMORY` where neither says anything.
+    """
     fields = dict(line.split(":", 1) for line in (text_of(meminfo) or "").splitlines() if ":" in line)
     kib = fields.get("MemAvailable", "").split()
-    available = int(kib[0]) * 1024 if kib else 1 << 62
+    available = int(kib[0]) * 1024 if kib else UNKNOWN_MEMORY
     for folder in _groups(root, "memory", membership):
         limit = text_of(folder / "memory.max") or text_of(folder / "memory.limit_in_bytes") or "max"
         used = text_of(folder / "memory.current") or text_of(folder / "memory.usage_in_bytes")

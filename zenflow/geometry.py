@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zenflow.config import ZenFlowConfig
 
 ALIGN_BYTES = 256
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -105,6 +109,29 @@ class Segment:
     def n_channels(self) -> int:
         """Entries of the per-channel step counts, all matrices together."""
         return sum(matrix.channels for matrix in self.matrices)
+
+
+def lay_out_for(
+    config: ZenFlowConfig, index: int, shapes: Sequence[tuple[int, int, int]], weight_dtype: str, n_groups: int
+) -> Segment:
+    """`lay_out` with what these settings say of matrices of one dtype."""
+    on_host, ring_dtype = config.accumulate_on == "host", config.ring_dtype
+    if on_host:
+        ring_dtype = weight_dtype
+    elif ring_dtype == "auto":
+        ring_dtype = "bfloat16" if weight_dtype == "bfloat16" else "float32"
+    return lay_out(
+        index,
+        shapes,
+        channel_dim=config.channel_dim,
+        weight_dtype=weight_dtype,
+        ring_dtype=ring_dtype,
+        max_steps=config.update_interval,
+        n_groups=n_groups,
+        bucket_bytes=config.bucket_bytes,
+        keeps_steps=on_host,
+        predicted=config.predicts,
+    )
 
 
 def lay_out(

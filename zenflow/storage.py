@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
 from zenflow.driver import stream_words
-from zenflow.geometry import Bucket, Segment, lay_out
+from zenflow.geometry import Bucket, Segment, lay_out_for
 from zenflow.matrices import DTYPE_NAMES, Newcomer, matrix_shape
 from zenflow.pins import Pins
 from zenflow.ring import SegmentMemory
@@ -133,20 +133,5 @@ def new_segment(
     config: ZenFlowConfig, index: int, dtype: torch.dtype, newcomers: list[Newcomer], n_groups: int
 ) -> Segment:
     """Lay out deferred parameters of one dtype, in reverse registration order: the order in which backward ends."""
-    on_host, ring_dtype = config.accumulate_on == "host", config.ring_dtype
-    if on_host:
-        ring_dtype = DTYPE_NAMES[dtype]
-    elif ring_dtype == "auto":
-        ring_dtype = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    return lay_out(
-        index,
-        [(*matrix_shape(newcomer.param), newcomer.group) for newcomer in reversed(newcomers)],
-        channel_dim=config.channel_dim,
-        weight_dtype=DTYPE_NAMES[dtype],
-        ring_dtype=ring_dtype,
-        max_steps=config.update_interval,
-        n_groups=n_groups,
-        bucket_bytes=config.bucket_bytes,
-        keeps_steps=on_host,
-        predicted=config.predicts,
-    )
+    shapes = [(*matrix_shape(newcomer.param), newcomer.group) for newcomer in reversed(newcomers)]
+    return lay_out_for(config, index, shapes, DTYPE_NAMES[dtype], n_groups)

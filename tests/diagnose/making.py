@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zenflow.diagnose.figures import Ceilings, Measured, Memory, Offload, StepParts
+from zenflow.diagnose.figures import Ceilings, HostMemory, Measured, Memory, Offload, StepParts
 
 PARAMETERS = 1_000_000_000
 
@@ -35,6 +35,7 @@ def measured(
         "worker_cpu": 8 * seconds * steps,
         "worker_cpus": 12,
         "offload": Offload([stall] * steps, moved, moved, busy, 28e9) if known else None,
+        "host": HostMemory({"bfloat16": PARAMETERS}, None) if known else None,
         "ceilings": Ceilings(50e9, 50e9, 100e9),
         "memory": Memory(peak=10_000_000_000, activations=6_000_000_000, card=20_000_000_000),
     }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.diagnose.making import PARAMETERS, measured
-from zenflow.diagnose.advice import Advice, advise
-from zenflow.diagnose.figures import Ceilings, Memory, summarise
+from zenflow.diagnose.advice import Advice, advise, host_need
+from zenflow.diagnose.figures import Ceilings, HostMemory, Memory, summarise
 
 
-def advice(card: float | None = 1e12, **settings) -> Advice:
+def advice(card: float | None = 1e12, available: float | None = None, dtype: str = "bfloat16", **settings) -> Advice:
+    """available: bytes of the host's memory that may be used."""
     memory = None if card is None else Memory(peak=10**10, activations=6 * 10**9, card=int(card))
-    return advise(summarise(measured(memory=memory, **settings)), PARAMETERS, memory_share=0.9)
+    host = HostMemory({dtype: PARAMETERS}, None if available is None else int(available / 0.9))
+    return advise(summarise(measured(memory=memory, **settings)), PARAMETERS, memory_share=0.9, host=host)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,54 @@ def test_k_falls_and_then_the_accumulator_leaves_until_it_fits():
     for usable, expected in cards.items():
         found = advice(card=usable / 0.9, stall=0.05, busy=0.04)
         assert (found.topk_ratio, found.accumulate_on) == expected
+
+
+def test_an_accumulator_of_fp32_weights_takes_four_bytes_on_the_card():
+    """k = 0.01 takes 0.12 GB, the accumulator 4 GB."""
+    for usable, expected in ((14.2e9, "gpu"), (14.1e9, "host")):
+        assert advice(card=usable / 0.9, dtype="float32", stall=0.05, busy=0.04).accumulate_on == expected
+
+
+@pytest.mark.parametrize(
+    ("window", "accumulate_on", "dtype", "each"),
+    [
+        (4, "gpu", "bfloat16", 16),
+        (16, "gpu", "bfloat16", 16),
+        (1, "host", "bfloat16", 16 + 4),
+        (16, "host", "bfloat16", 16 + 4 * 16),
+        (4, "gpu", "float32", 20),
+        (4, "host", "float32", 12 + 8 + 8 * 4),
+    ],
+)
+def test_host_memory_is_what_the_readme_says(window, accumulate_on, dtype, each):
+    need = host_need(window, accumulate_on, {dtype: PARAMETERS})
+    assert need.a_parameter == pytest.approx(each, rel=1e-5) and need.size == pytest.approx(each * 1e9, rel=1e-5)
+
+
+def test_host_memory_of_two_dtypes_is_their_sum():
+    need = host_need(4, "gpu", {"bfloat16": 3 * 10**8, "float32": 10**8})
+    assert need.size == pytest.approx(6.8e9, rel=1e-5) and need.a_parameter == pytest.approx(17, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("available", "window", "longer"),
+    # Gradients on the host: 16 + 4 U bytes a parameter, and a window's work asks for U = 8.
+    [(None, 8, None), (48.1e9, 8, None), (47.9e9, 4, 8), (31.9e9, 2, 8), (20.1e9, 1, 8)],
+)
+def test_no_window_is_longer_than_the_host_has_memory_for(available, window, longer):
+    found = advice(card=11.3e9 / 0.9, available=available, stall=0.05, busy=0.04)
+    assert found.accumulate_on == "host" and found.fits and found.update_interval == window
+    assert found.host.update_interval == window and found.host.size == pytest.approx((16 + 4 * window) * 1e9, rel=1e-5)
+    assert (found.longer and found.longer.update_interval) == longer
+    assert found.work == pytest.approx(window * 0.04 + 0.9 * 0.08)
+    assert found.stall == pytest.approx(max(0.0, found.work / window - 0.05))
+
+
+@pytest.mark.parametrize(("card", "needed"), [(1e12, 16e9), (11.3e9 / 0.9, 20e9)], ids=["gpu", "host"])
+def test_nothing_fits_a_host_without_memory(card, needed):
+    for available, fits in ((1.001 * needed, True), (0.999 * needed, False)):
+        found = advice(card=card, available=available, stall=0.05, busy=0.04)
+        assert found.fits == fits and found.host.size == pytest.approx(needed, rel=1e-5)
 
 
 def test_with_gradients_on_the_host_every_step_s_travel():

@@ -11,8 +11,9 @@ import torch
 
 import zenflow.diagnose.meter as meter_module
 from zenflow import ZenFlow
-from zenflow.cores import physical_cores
-from zenflow.diagnose import Diagnosis, ceilings
+from zenflow.cores import UNKNOWN_MEMORY, physical_cores
+from zenflow.diagnose import Diagnosis, ceilings, session
+from zenflow.diagnose.advice import host_need
 from zenflow.diagnose.figures import Ceilings
 from zenflow.diagnose.meter import Meter
 from zenflow.telemetry import HostClock
@@ -46,13 +47,42 @@ def test_three_lines_around_a_loop():
         diagnosis = Diagnosis(optimizer, **SHORT)
         assert run(network, optimizer, diagnosis, itertools.repeat(torch.ones(2, 37))) == 7
         report, result = diagnosis.report(), diagnosis.result()
-    assert report == result.text() and "verdict: inconclusive" in report and "5 measured steps are too few" in report
+    assert report == result.text() and "verdict: inconclusive" in report and "5 measured steps will not do" in report
     measured = result.measured
     assert len(measured.steps) == len(measured.losses) == 5 and result.figures.health.falling
     deferred = 37 * 53 + 53 * 3
     assert measured.offload.bytes_to_host >= 4 * deferred and measured.offload.pass_bytes == 28 * deferred
     assert len(measured.offload.stalls) == 5 and sum(measured.offload.stalls) > 0 and measured.offload.worker_busy > 0
     assert all(0 < step.optimizer < step.seconds for step in measured.steps)
+
+
+@pytest.mark.parametrize(("window", "place"), [(2, "gpu"), (3, "host")])
+def test_the_host_memory_that_is_told_is_what_zenflow_then_takes(monkeypatch, window, place):
+    """Beside what is available there is what the measured optimizer has until then."""
+    monkeypatch.setattr(session, "available_memory", lambda: 1000)
+    network = torch.nn.Sequential(*(torch.nn.Linear(256, 512, dtype=torch.bfloat16) for _ in range(2)))
+    with ZenFlow(network.parameters(), **SYNC) as optimizer:
+        diagnosis = Diagnosis(optimizer, **SHORT)
+        has = optimizer.stats().host_bytes
+        for _ in range(7):
+            for weight in network.parameters():
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            diagnosis.step_done(1.0)
+        host = diagnosis.result().measured.host
+    assert host.available == 1000 + has and host.deferred == {"bfloat16": 2 * 256 * 512}
+    settings = {"update_interval": window, "accumulate_on": place, "worker_threads": 1}
+    with ZenFlow(network.parameters(), **settings) as optimizer:
+        assert host_need(window, place, host.deferred).size == pytest.approx(optimizer.stats().host_bytes, rel=0.03)
+
+
+def test_memory_that_nobody_tells_is_not_known(monkeypatch):
+    monkeypatch.setattr(session, "available_memory", lambda: UNKNOWN_MEMORY)
+    network = model()
+    with ZenFlow(network.parameters(), **SYNC) as optimizer:
+        diagnosis = Diagnosis(optimizer, **SHORT)
+        run(network, optimizer, diagnosis, [torch.ones(2, 37)] * 7)
+        assert diagnosis.result().measured.host.available is None
 
 
 def test_a_slow_loader_is_found():

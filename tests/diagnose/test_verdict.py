@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.diagnose.making import measured
-from zenflow.diagnose.figures import Ceilings, Memory, StepParts
+from tests.diagnose.making import PARAMETERS, measured
+from zenflow.config import ZenFlowConfig
+from zenflow.diagnose.figures import Ceilings, HostMemory, Memory, StepParts
 from zenflow.diagnose.result import Result
 from zenflow.diagnose.verdict import (
     COMPUTE,
@@ -140,6 +141,15 @@ def test_the_wait_is_told_by_its_parts_and_k_is_no_pruning():
     assert "the CPU's pass takes 40.0 ms." in without.reason
 
 
+def test_one_step_is_not_called_steps():
+    found = Result.of(measured(steps=1, stall=0.05, busy=0.04))
+    assert found.verdict.reason == "1 measured step will not do; at least 20 are needed."
+    assert found.text().startswith("zero_offload on card, 1000.0M parameters, 1 step\n")
+    assert "Only 1 step measured; 100 to 500 are advised." in found.verdict.remarks
+    waiting = verdict(stall=0.05, busy=0.04, moved=0.0)
+    assert waiting.advice.update_interval == 1 and "a window of 1 step, whose own work" in waiting.next
+
+
 def test_few_steps_are_remarked_on():
     assert any("Only 20 steps" in remark for remark in verdict(steps=20).remarks)
     assert not any("Only" in remark for remark in verdict(steps=100).remarks)
@@ -158,6 +168,42 @@ def test_a_held_out_loss_that_rises_is_remarked_on(after, told):
 
 def test_the_first_try_changes_no_more_than_k_and_u():
     assert "with all else as it is at first" in verdict(stall=0.05, busy=0.04).next
+
+
+CRAMPED = Memory(peak=10**10, activations=6 * 10**9, card=12_500_000_000)  # no room for an accumulator
+
+
+@pytest.mark.parametrize(
+    ("memory", "available", "told"),
+    [
+        pytest.param({}, None, "It takes 16.0 bytes of host memory a deferred parameter, 16.0 GB in all; how much is "
+        "available is not known.", id="not known"),
+        pytest.param({}, 100e9, "16.0 GB in all; 100.0 GB are available. By", id="enough"),
+        pytest.param({"memory": CRAMPED}, 100e9, "accumulate_on=host, with all else as it is at first. It takes 48.0 "
+        "bytes of host memory a deferred parameter, 48.0 GB in all; 100.0 GB are available. By", id="gradients, too"),
+        pytest.param({"memory": CRAMPED}, 50e9, "engine.update_interval=4 engine.accumulate_on=host, with all else as "
+        "it is at first. It takes 32.0 bytes of host memory a deferred parameter, 32.0 GB in all; 50.0 GB are "
+        "available. Windows of 8 steps would hide more, but take 48.0 bytes of host memory a deferred parameter, "
+        "48.0 GB in all, more than 90% of that. By", id="a shorter window"),
+    ],
+)  # fmt: skip
+def test_a_proposal_says_what_host_memory_it_takes(memory, available, told):
+    host = HostMemory({"bfloat16": PARAMETERS}, available)
+    found = verdict(stall=0.05, busy=0.04, host=host, **memory)
+    assert found.kind == OFFLOAD and told in found.next and found.advice.fits
+
+
+@pytest.mark.parametrize(("memory", "needed"), [({}, 16), ({"memory": CRAMPED}, 20)], ids=["gpu", "host"])
+def test_what_the_host_has_no_memory_for_is_not_proposed(memory, needed):
+    found = verdict(stall=0.05, busy=0.04, host=HostMemory({"bfloat16": PARAMETERS}, 17e9), **memory)
+    assert found.kind == OFFLOAD and found.advice is None and "engine=zenflow" not in found.next
+    told = f"it takes {needed}.0 bytes of host memory a deferred parameter, {needed}.0 GB in all"
+    assert found.next.endswith(f"{told}, more than 90% of the 17.0 GB available.")
+
+
+def test_an_estimate_leaves_the_warm_up_out_and_says_so():
+    told = "once the first 4 steps (full_warm_up_rounds), each as slow as one of this run, are over."
+    assert ZenFlowConfig().full_warm_up_rounds == 4 and told in verdict(stall=0.05, busy=0.04).next
 
 
 def test_held_out_scores_are_told_beside_the_loss():

@@ -61,6 +61,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What an optimizer on the host finds: `deferred` elements by the name of their dtype, and bytes.
+
+    `available` is what another run may take, this one's optimizer being gone; None where it is not known.
+    """
+
+    deferred: dict[str, int]
+    available: int | None
+
+
+@dataclass(frozen=True)
 class Measured:
     """All that a diagnosis has seen. `wall` is the host's time over the measured steps, as the CPU seconds are."""
 
@@ -76,6 +87,7 @@ class Measured:
     worker_cpu: float | None = None
     worker_cpus: float | None = None
     offload: Offload | None = None
+    host: HostMemory | None = None  # with `offload`
     ceilings: Ceilings = field(default_factory=Ceilings)
     memory: Memory | None = None
     utilisation: float | None = None  # as NVML tells it

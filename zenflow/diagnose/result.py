@@ -11,6 +11,7 @@ from typing import Any
 
 from zenflow.diagnose.figures import Figures, Measured, summarise
 from zenflow.diagnose.verdict import Thresholds, Verdict, judge
+from zenflow.terminal import counted
 
 WIDTH = 118
 
@@ -32,6 +33,7 @@ class Result:
             figures,
             parameters=measured.parameters,
             offloads=measured.offloads,
+            host=measured.host,
             cpus=measured.trainer_cpus if measured.device == "cpu" else None,
             limits=limits,
             validation=(measured.validation_before, measured.validation_after),
@@ -46,7 +48,7 @@ class Result:
         """The report for people."""
         verdict, m = self.verdict, self.measured
         parts = [
-            f"{m.engine} on {m.device}, {m.parameters / 1e6:.1f}M parameters, {self.figures.steps} steps",
+            f"{m.engine} on {m.device}, {m.parameters / 1e6:.1f}M parameters, {counted(self.figures.steps, 'step')}",
             f"verdict: {verdict.kind}\n\n{_wrapped(verdict.reason)}\n{_wrapped(verdict.next)}",
             _table(rows(self.figures, m)),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
-from zenflow.cores import CorePlan, cpu_quota, plan_cores
+from zenflow.cores import UNKNOWN_MEMORY, CorePlan, available_memory, cpu_quota, plan_cores
 from zenflow.diagnose import ceilings
-from zenflow.diagnose.figures import Ceilings, Measured, Offload
+from zenflow.diagnose.figures import Ceilings, HostMemory, Measured, Offload
 from zenflow.diagnose.meter import Meter
 from zenflow.diagnose.result import Result
-from zenflow.matrices import is_deferred
+from zenflow.matrices import DTYPE_NAMES, is_deferred
 from zenflow.optimizer import ZenFlow
+from zenflow.terminal import counted
 
 T = TypeVar("T")
 STATE_BYTES = 24  # that the CPU pass reads and writes of a parameter's master and moments
@@ -111,7 +113,7 @@ class Diagnosis:
         parts = self.meter.parts()
         if not parts:
             raise RuntimeError(
-                f"no step was measured: the loop ended within the {self.meter.warm_up} steps of the warm-up"
+                f"no step was measured: the loop ended within the {counted(self.meter.warm_up, 'step')} of the warm-up"
             )
         offload = None if self._zenflow is None else self._offload(self._zenflow, len(parts))
         plan = self._plan()
@@ -128,6 +130,7 @@ class Diagnosis:
             worker_cpu=self.meter.worker_cpu,
             worker_cpus=min(len(plan.worker_cores), cpu_quota()),
             offload=offload,
+            host=None if offload is None else self._host(self._zenflow),
             ceilings=self._ceilings(plan),
             memory=self.meter.memory,
             utilisation=self.meter.utilisation,
@@ -143,14 +146,27 @@ class Diagnosis:
         records = [record for record in optimizer.records(wait=True) if first <= record.step < first + steps]
         if not records:
             return None
-        deferred = [param for param in self._params() if is_deferred(optimizer.config, param)]
         return Offload(
             stalls=[record.stall_seconds for record in sorted(records, key=lambda record: record.step)],
             bytes_to_host=statistics.fmean(record.bytes_to_host for record in records),
             bytes_to_device=statistics.fmean(record.bytes_to_device for record in records),
             worker_busy=statistics.fmean(record.worker_busy_seconds for record in records),
-            pass_bytes=sum(param.numel() * _pass_bytes(param.dtype, optimizer.config.ring_dtype) for param in deferred),
+            pass_bytes=sum(
+                param.numel() * _pass_bytes(param.dtype, optimizer.config.ring_dtype)
+                for param in self._deferred(optimizer)
+            ),
         )
+
+    def _host(self, optimizer: ZenFlow) -> HostMemory:
+        elements: Counter[str] = Counter()
+        for param in self._deferred(optimizer):
+            elements[DTYPE_NAMES[param.dtype]] += param.numel()
+        available = available_memory()
+        known = available < UNKNOWN_MEMORY
+        return HostMemory(dict(elements), available + optimizer.stats().host_bytes if known else None)
+
+    def _deferred(self, optimizer: ZenFlow) -> list[Tensor]:
+        return [param for param in self._params() if is_deferred(optimizer.config, param)]
 
     def _plan(self) -> CorePlan:
         """Who has which CPUs; without a CPU optimizer, who would have."""

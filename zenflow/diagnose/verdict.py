@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zenflow.diagnose.advice import Advice, advise
-from zenflow.diagnose.figures import Figures
+from zenflow.config import ZenFlowConfig
+from zenflow.diagnose.advice import Advice, HostNeed, advise
+from zenflow.diagnose.figures import Figures, HostMemory
+from zenflow.terminal import counted
 
 OFFLOAD, DATA, COMPUTE = "offload-bound", "data-bound", "compute-bound"
 MEMORY_RICH, UNHEALTHY, INCONCLUSIVE = "memory-rich", "unhealthy", "inconclusive"
@@ -25,14 +27,14 @@ class Thresholds:
     min_cpus: float = 0.5  # that a trainer which computes on the CPU must have had of each second it did not wait
     data_share: float = 0.10  # waiting for batches, from which on the data is to blame
     stall_share: float = 0.10  # waiting for CPU or PCIe, from which on the offload is
-    memory_share: float = 0.90  # of the card, that AdamW with all its state on the device may take
+    memory_share: float = 0.90  # of the card, that AdamW with all its state may take; of the host's, that ZenFlow may
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`kind` is one of the six words above; `reason` a sentence with the figures that led to it; `next` what to do.
 
-    `remarks` limit what may be read into it. `advice` comes with offload-bound alone.
+    `remarks` limit what may be read into it. `advice` comes with offload-bound alone, unless the host lacks memory.
     """
 
     kind: str
@@ -47,6 +49,7 @@ def judge(
     *,
     parameters: int,
     offloads: bool,
+    host: HostMemory | None = None,
     cpus: float | None = None,
     limits: Thresholds | None = None,
     validation: tuple[float | None, float | None] = (None, None),
@@ -54,17 +57,25 @@ def judge(
     """The first that holds: unhealthy, inconclusive, data-bound, memory-rich, offload-bound, compute-bound.
 
     Of data and offload the one that is waited for longer. offloads: whether the run kept optimizer state on the host.
-    cpus: those that the trainer may use, if they are the device. validation: the held-out loss before and after.
+    host: that one's memory, where `figures` has a stall. cpus: those that the trainer may use, if they are the device.
+    validation: the held-out loss before and after.
     """
     limits = limits or Thresholds()
-    kind, reason, following, advice = _decide(figures, parameters, offloads, cpus, limits)
+    kind, reason, following, advice = _decide(figures, parameters, offloads, host, cpus, limits)
     return Verdict(kind, reason, following, tuple(_remarks(figures, kind, limits, validation)), advice)
 
 
 Decision = tuple[str, str, str, Advice | None]
 
 
-def _decide(figures: Figures, parameters: int, offloads: bool, cpus: float | None, limits: Thresholds) -> Decision:
+def _decide(
+    figures: Figures,
+    parameters: int,
+    offloads: bool,
+    host: HostMemory | None,
+    cpus: float | None,
+    limits: Thresholds,
+) -> Decision:
     if figures.health.faults:
         return (
             UNHEALTHY,
@@ -107,7 +118,8 @@ def _decide(figures: Figures, parameters: int, offloads: bool, cpus: float | Non
                 "Stop what else runs on this machine, measure more steps (diagnose.steps), and repeat.",
                 None,
             )
-        return _offload_bound(figures, parameters, limits)
+        assert host is not None
+        return _offload_bound(figures, parameters, host, limits)
     return (
         COMPUTE,
         f"Waiting for data takes {figures.data_share:.1%} and for CPU or PCIe {stall_share:.1%} of a step; the rest, "
@@ -117,31 +129,58 @@ def _decide(figures: Figures, parameters: int, offloads: bool, cpus: float | Non
     )
 
 
-def _offload_bound(figures: Figures, parameters: int, limits: Thresholds) -> Decision:
-    advice = advise(figures, parameters, limits.memory_share)
-    work = "the CPU's pass over the deferred channels and the copies take"
-    if not advice.copies_known:
-        work = "the CPU's pass over the deferred channels takes, without the copies, which could not be measured here,"
-    fit = (
-        f"{work} {_ms(advice.work)} a window of "
-        f"{advice.update_interval} steps, whose own work takes {_ms(advice.update_interval * advice.floor)}: "
-        f"estimated stall {_ms(advice.stall)} a step"
+def _offload_bound(figures: Figures, parameters: int, host: HostMemory, limits: Thresholds) -> Decision:
+    advice = advise(figures, parameters, limits.memory_share, host)
+    reason = (
+        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe"
+        f"{_of_what(figures)}."
     )
+    if not advice.fits:
+        return (
+            OFFLOAD,
+            reason,
+            f"No ZenFlow can be proposed: with windows of {counted(advice.update_interval, 'step')} it takes "
+            f"{_need(advice.host)}, more than {limits.memory_share:.0%} of the {_gb(host.available)} available.",
+            None,
+        )
+    known = "how much is available is not known" if host.available is None else f"{_gb(host.available)} are available"
+    memory = f"It takes {_need(advice.host)}; {known}."
+    if (longer := advice.longer) is not None:
+        memory += (
+            f" Windows of {longer.update_interval} steps would hide more, but take {_need(longer)}, more than "
+            f"{limits.memory_share:.0%} of that."
+        )
     return (
         OFFLOAD,
-        f"The device waits {_ms(figures.stall)} a step ({figures.stall_share:.1%}) for the CPU or for PCIe"
-        f"{_of_what(figures)}.",
-        f"Try ZenFlow: {advice.overrides}, with all else as it is at first. By these measurements {fit}. That is an "
-        "estimate: each step takes a share of that work, which is hidden under compute where it fits, not gone, and "
-        "speed and quality are known only after zenflow-compare. No gradient is dropped; a longer window hides more "
-        "and costs more quality, so look at the held-out loss before U grows.",
+        reason,
+        f"Try ZenFlow: {advice.overrides}, with all else as it is at first. {memory} By these measurements "
+        f"{_fit(advice)}. That is an estimate: each step takes a share of that work, which is hidden under compute "
+        "where it fits, not gone, and speed and quality are known only after zenflow-compare. No gradient is dropped; "
+        "a longer window hides more and costs more quality, so look at the held-out loss before U grows.",
         advice,
     )
 
 
+def _fit(advice: Advice) -> str:
+    work = "the CPU's pass over the deferred channels and the copies take"
+    if not advice.copies_known:
+        work = "the CPU's pass over the deferred channels takes, without the copies, which could not be measured here,"
+    window = counted(advice.update_interval, "step")
+    return (
+        f"{work} {_ms(advice.work)} a window of {window}, whose own work takes "
+        f"{_ms(advice.update_interval * advice.floor)}: estimated stall {_ms(advice.stall)} a step, once the first "
+        f"{counted(ZenFlowConfig.full_warm_up_rounds, 'step')} (full_warm_up_rounds), each as slow as one of this run, "
+        "are over"
+    )
+
+
+def _need(host: HostNeed) -> str:
+    return f"{host.a_parameter:.1f} bytes of host memory a deferred parameter, {_gb(host.size)} in all"
+
+
 def _doubt(figures: Figures, cpus: float | None, limits: Thresholds) -> tuple[str, str] | None:
     if figures.steps < limits.min_steps:
-        reason = f"{figures.steps} measured steps are too few; at least {limits.min_steps} are needed."
+        reason = f"{counted(figures.steps, 'measured step')} will not do; at least {limits.min_steps} are needed."
         return reason, f"Measure {limits.advised_steps} steps or more (diagnose.steps)."
     if cpus is not None and figures.trainer_cpus < limits.min_cpus * min(1.0, cpus) * figures.busy_share:
         return (
@@ -177,7 +216,7 @@ def _remarks(
 ) -> Iterator[str]:
     yield "All of this holds for this model, batch, length, machine and these versions; another run is measured anew."
     if figures.steps < limits.advised_steps:
-        yield f"Only {figures.steps} steps were measured; {limits.advised_steps} to 500 are advised."
+        yield f"Only {counted(figures.steps, 'step')} measured; {limits.advised_steps} to 500 are advised."
     if not figures.health.falling:
         yield "The loss does not fall over these steps; whether the training works is not shown."
     before, after = validation
