@@ -15,7 +15,7 @@ from zenflow.command_line import as_typed, command_line
         (["/opt/site-packages/zenflow_experiments/compare.py", "repeats=2"], "zenflow-compare repeats=2"),
         (["/src/zenflow/bench/__main__.py", "step", "--trace"], "zenflow-bench step --trace"),
         (["/opt/torch/accelerate/__main__.py", "launch"], "python -m accelerate launch"),
-        (["/home/somebody/train.py", "--lr", "1e-5"], "python train.py --lr 1e-5"),
+        (["/srv/somebody/train.py", "--lr", "1e-5"], "python train.py --lr 1e-5"),
         (["train.py", "a b"], "python train.py 'a b'"),
         (["-c", "7"], "python -c ... 7"),
         ([""], "python"),
@@ -28,8 +28,8 @@ def test_a_command_is_told_as_it_is_typed(arguments, told):
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("/home/somebody/text.txt", ".../text.txt"),
-        ("data.path=/home/somebody/text.txt", "data.path=.../text.txt"),
+        ("/srv/somebody/text.txt", ".../text.txt"),
+        ("data.path=/srv/somebody/text.txt", "data.path=.../text.txt"),
         ("data.files=[/a/b/c,/a/d]", "'data.files=[.../c,.../d]'"),
         ("hydra/launcher=joblib", "hydra/launcher=joblib"),
         ("runs/sweep/1", "runs/sweep/1"),
