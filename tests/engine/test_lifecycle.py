@@ -33,7 +33,10 @@ from tests.processes import ends_within, shared_bytes, shared_descriptors, share
 from tests.shared_entries import left_since, shared_entries
 from zenflow import ZenFlow, client
 
-SETTINGS = {"lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "min_deferred_numel": 0, "worker_threads": 1}
+SETTINGS = {
+    "lr": 0.02, "topk_ratio": 0.3, "update_interval": 2, "full_warm_up_rounds": 0, "min_deferred_numel": 0,
+    "worker_threads": 1,
+}  # fmt: skip
 CORES = os.sched_getaffinity(0)
 LIMIT = 5.0  # seconds in which a worker must have ended
 

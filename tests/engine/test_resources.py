@@ -225,7 +225,8 @@ def is_full(nbytes):
 full = is_full(200 << 20)
 os.unlink("/dev/shm/probe")
 weight = torch.nn.Parameter(torch.ones(1024, 1024))
-settings = dict(topk_ratio=0.1, update_interval=25, accumulate_on="host", deferred_rule="replay", overlap_step=False)
+settings = dict(topk_ratio=0.1, update_interval=25, full_warm_up_rounds=0, overlap_step=False)
+settings |= dict(accumulate_on="host", deferred_rule="replay")
 with ZenFlow([weight], lr=0.1, weight_decay=0, worker_threads=1, **settings) as engine:
     ring = engine._pipeline.storages[0].segment.lanes * weight.nbytes
     for _ in range(25):
@@ -271,7 +272,7 @@ def run(rows, steps):
     before = proportional(os.getpid())
     engine = ZenFlow(
         [weight], lr=0.1, topk_ratio=0.1, update_interval=steps, accumulate_on="host", deferred_rule="replay",
-        overlap_step=False, worker_threads=2,
+        full_warm_up_rounds=0, overlap_step=False, worker_threads=2,
     )
     engine.step()
     engine.flush()

@@ -251,7 +251,7 @@ class LateUse(torch.autograd.Function):
 @pytest.mark.parametrize("rule", ["gpu", "host"])
 def test_e7_staggered_a_dead_worker_is_noticed_and_leaves_whole_weights(rule: str, device: str) -> None:
     parameters = make_parameters(SHAPES, torch.bfloat16, device)
-    given = {"min_deferred_numel": 0, "worker_threads": 1}
+    given = {"full_warm_up_rounds": 0, "min_deferred_numel": 0, "worker_threads": 1}
     engine = ZenFlow(parameters, **SETTINGS, **given, **UNCHECKED, **RULES[rule])
     stream = make_gradients(SHAPES, torch.bfloat16, 40)
 

@@ -94,7 +94,8 @@ class NotingEngine:
         delay = {"overlap_step": False} if setup.visible_after == 0 else {"visible_after": setup.delay}
         self.engine = ZenFlow(
             self.model.parameters(), topk_ratio=0.5 if setup.selecting else 0.0,
-            min_deferred_numel=0, worker_threads=1, bucket_bytes=128, ring_dtype="float32" if setup.apart else "auto",
+            full_warm_up_rounds=0, min_deferred_numel=0, worker_threads=1, bucket_bytes=128,
+            ring_dtype="float32" if setup.apart else "auto",
             update_interval=setup.interval, stagger=setup.segments > 1, **delay, upload=setup.upload,
             upload_check=setup.checked, accumulate_on="host" if setup.on_host else "gpu", backward_passes_per_step=1,
             select_interval=min(setup.selecting, default=10**6), weight_prediction=float(setup.predicted),
