@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from experiments.train import CONF
 from zenflow import ZenFlowConfig
 from zenflow.training.command import explain, register
-from zenflow.training.schema import SimulatedEngine, TrainConfig, ZenFlowEngine, plain
+from zenflow.training.schema import SimulatedEngine, TrainConfig, ZenFlowEngine, from_plain, plain
 
 SMOKE = ("debug=smoke", "plot=false", "threads=1")
 
@@ -45,6 +45,14 @@ def test_the_engine_s_file_lists_every_field_with_its_default():
     listed = OmegaConf.to_container(OmegaConf.load(CONF / "engine" / "zenflow.yaml"))
     del listed["defaults"]
     assert listed == plain(ZenFlowEngine())
+
+
+@pytest.mark.parametrize("choice", options("engine"))
+def test_what_a_run_recorded_is_its_configuration_again(choice):
+    """`resume` reads it: also of a simulated rule, and of another project's offload."""
+    config = composed(choice)
+    again = from_plain(plain(config))
+    assert again == config and type(again.engine) is type(config.engine)
 
 
 def test_the_engines_are_what_their_names_say():

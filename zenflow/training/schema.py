@@ -227,7 +227,8 @@ def plain(value: Any) -> Any:
 
 def from_plain(values: dict[str, Any]) -> TrainConfig:
     """What `plain` was given, if that was a run's configuration. InputError names what this version does not know."""
-    known = {"masters": AdamWEngine, "delay_compensation": SimulatedEngine}
+    peer = DeepSpeedZenFlowEngine if "topk_ratio" in values["engine"] else PeerEngine
+    known = {"masters": AdamWEngine, "delay_compensation": SimulatedEngine, "peer": peer}
     engine = next((kind for name, kind in known.items() if name in values["engine"]), ZenFlowEngine)
     return _filled(TrainConfig, values, {"engine": engine})
 
