@@ -102,6 +102,7 @@ def test_each_step_s_traffic_is_in_its_own_line(command, engine):
     steps = [record for record in outcome.metrics() if "loss" in record]
     down, up = ({line["step"] for line in steps[1:] if line[name] > 0} for name in ("bytes_to_host", "bytes_to_device"))
     assert (down, up) == TRAFFIC[engine]
+    assert outcome.summary()["engine"].endswith(", U 2, windows together") == (engine == "together")
     assert {line["step"] for line in steps if line.get("staleness") == 1} == up
     assert {line["step"] for line in steps if "staleness" in line} == up
 

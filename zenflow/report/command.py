@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show(text)
     if not draws:
         show("No pictures: matplotlib is not installed (the extra `plot`).")
-    show(f"Everything is in {args.out}.")
+    show(f"Everything is in {args.out.resolve()}.")
     if not runs:
         wanted = "is whole" if args.steps is None else f"can be compared after {counted(args.steps, 'step')}"
         print(f"zenflow-report: none of {counted(len(left_out), 'run')} {wanted}; report.md says why.", file=sys.stderr)

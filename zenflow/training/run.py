@@ -18,7 +18,7 @@ from torch import nn
 
 from zenflow.disk import opened, replacing, room_for
 from zenflow.folder_lock import locked
-from zenflow.report.settings import ADAMWS, engine_of
+from zenflow.report.settings import ADAMWS, ZENFLOW, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.terminal import counted, show
 from zenflow.trace_view import describe_file, render
@@ -307,12 +307,13 @@ def _subject(prepared: Prepared) -> Subject:
     adamw = (
         "adamw" + " without masters" * (not engine.get("masters", True)) + " on the host" * bool(engine.get("offload"))
     )
+    together = ", windows together" * (name == ZENFLOW and not engine["stagger"])
     task = f", {record['data']['task']}" if record["data"]["task"] else ""
     return Subject(
         model=f"{source}, {record['model']['dtype']}",
         data=f"{record['data']['kind']}{task}, {len(prepared.data.train):,} samples of at most "
         f"{record['data']['max_length']} tokens, {len(prepared.data.held_out):,} held out",
-        engine=adamw if name in ADAMWS else name if k is None else f"{name}, k {k:g}, U {window}",
+        engine=adamw if name in ADAMWS else name if k is None else f"{name}, k {k:g}, U {window}{together}",
         device=torch.cuda.get_device_name(prepared.device) if on_gpu else f"cpu, {threads}",
         parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
