@@ -34,6 +34,7 @@ from zenflow.state_tree import flatten, restore
 
 FORMAT = "zenflow-checkpoint"
 VERSION = 1
+PROJECT = "zenflow-triton"  # the distribution whose version a manifest names
 MANIFEST = "manifest.json"
 SHARD_BYTES = 4 * 2**30
 LEFTOVER = ".zenflow-partial"  # the end of the hidden names
@@ -193,7 +194,7 @@ def libraries() -> dict[str, str]:
     """Name -> version of what a checkpoint that is saved now says it was saved with."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):  # a source tree that is not installed has no version
-        found["zenflow-triton"] = version("zenflow-triton")
+        found[PROJECT] = version(PROJECT)
     return found
 
 

@@ -96,7 +96,7 @@ class SegmentStorage:
         return kept[bucket.start : bucket.stop]
 
     def put_back(self, bucket: Bucket, turn: int) -> None:
-        """The shadow of `turn` takes what is `kept` of a bucket; for segments that are `in_place`."""
+        """The shadow of `turn` takes what is `kept` of a bucket; for segments that are `in_place` or `predicted`."""
         _round(self.kept(bucket, turn), self.shadow(turn)[bucket.start : bucket.stop])
 
     def close(self) -> None:

@@ -34,8 +34,8 @@ from zenflow.training.schema import (
 
 log = logging.getLogger(__name__)
 PACKAGES = {Peer.torchao_offload: "torchao", Peer.deepspeed_offload: "deepspeed", Peer.deepspeed_zenflow: "deepspeed"}
-# Port 0: whichever is free, so that several runs on one machine never ask for the same.
 _CHUNK = 1 << 22  # elements of a weight that are looked at at once
+# Port 0: whichever is free, so that several runs on one machine never ask for the same.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 

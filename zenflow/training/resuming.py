@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zenflow.checkpoint_folder import libraries
+from zenflow.checkpoint_folder import PROJECT, libraries
 from zenflow.training.checkpoints import all_of, read_latest, run_of
 from zenflow.training.errors import InputError
 from zenflow.training.run_state import FORMAT
@@ -19,7 +19,6 @@ from zenflow.training.schema import TrainConfig, from_plain, plain
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
-PROJECT = "zenflow-triton"
 # What bears on how a run is watched, kept or spread over a machine, and on no bit of its steps; and how long it is.
 FREE = (
     *("steps", "evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "resume"),
