@@ -209,10 +209,7 @@ class SegmentPass:
                 _apply_in_torch(cut, scaled, updates, part)
             if self.out is not None:
                 shown = cut[0] if old is None else cut[0] + plan.prediction * (cut[0] - old)
-                out = torch.from_numpy(self.out[span]).view(getattr(torch, arrays.out_dtype)).view(shape)[part]
-                out.copy_(shown)
-                # One NaN for all: torch's vector and scalar code write different ones.
-                out[out != out] = float("nan")
+                self.out[span].reshape(shape)[part] = rounded_in_torch(shown.numpy(), arrays.out_dtype)
 
     def _lane_in_torch(self, offset: int, span: slice) -> Tensor:
         import torch
@@ -220,6 +217,15 @@ class SegmentPass:
         item = ITEM_BYTES[self.arrays.ring_dtype]
         lane = self.arrays.ring[offset + span.start * item : offset + span.stop * item]
         return torch.from_numpy(lane).view(getattr(torch, self.arrays.ring_dtype))
+
+
+def rounded_in_torch(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 values as "bfloat16" or "float16", their bits as uint16, or as "float32"; of their shape."""
+    import torch
+
+    rounded = torch.from_numpy(values).to(getattr(torch, dtype), copy=True)
+    rounded[rounded != rounded] = float("nan")  # one NaN for all: torch's vector and scalar code write different ones
+    return (rounded if dtype == "float32" else rounded.view(torch.uint16)).numpy()
 
 
 def _updates_in_torch(plan: Plan, matrix: Matrix, piece: Piece) -> Iterator[tuple]:

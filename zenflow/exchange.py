@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenflow.native import ORDER, Native
+from zenflow.cpu_pass import rounded_in_torch
+from zenflow.native import ORDER, OUT_KINDS, Native
 from zenflow.ring import SegmentMemory
 
-NOWHERE = -1  # for `Order.block`: no value travels
+NOWHERE = -1  # for `Order.block`: no value travels; for `Order.shown`: what is visible knows the weights already
 SERIAL_BELOW = 32768  # elements that move: fewer are not worth a thread
 
 
@@ -24,7 +25,8 @@ class Order(NamedTuple):
 
     enter, leave: int64 `[n]`, no channel twice, leave as long as enter or empty. The channels `leave` take the block's
     values (zeros if no value travels); then the block takes those of `enter`, which become zero if `clear`. A block
-    holds `length` rows of columns, or columns of rows, from `first` on.
+    holds `length` rows of columns, or columns of rows, from `first` on. shown: the turn of the shadow that takes the
+    values of `leave`, rounded to weights, too.
     """
 
     matrix: int  # in Segment.matrices
@@ -35,6 +37,7 @@ class Order(NamedTuple):
     first: int
     length: int
     clear: bool
+    shown: int = NOWHERE
 
 
 def carry_out(memory: SegmentMemory, orders: Sequence[Order], threads: int, library: Native | None) -> None:
@@ -62,6 +65,8 @@ def _check(memory: SegmentMemory, order: Order) -> None:
         assert not channels.size or 0 <= channels.min() <= channels.max() < matrix.channels, order
     if order.block != NOWHERE:
         assert 0 <= order.block <= ring - order.enter.size * order.length, order
+    if order.shown != NOWHERE:
+        assert order.array == 0 and order.block != NOWHERE and 0 <= order.shown < memory.segment.shadows, order
 
 
 def _flat(memory: SegmentMemory, order: Order) -> np.ndarray:
@@ -78,6 +83,13 @@ def _fill(row: np.void, memory: SegmentMemory, order: Order) -> None:
     row["enter"], row["n_enter"] = order.enter.ctypes.data, order.enter.size
     row["cols"], row["first"], row["length"] = matrix.cols, order.first, order.length
     row["by_column"], row["clear"] = matrix.channel_dim == "column", order.clear
+    row["shown"] = 0 if order.shown == NOWHERE else _shown(memory, order).ctypes.data
+    row["out_kind"] = OUT_KINDS[memory.segment.weight_dtype]
+
+
+def _shown(memory: SegmentMemory, order: Order) -> np.ndarray:
+    matrix = memory.segment.matrices[order.matrix]
+    return memory.shadow_of(order.shown)[matrix.offset : matrix.offset + matrix.numel]
 
 
 def _carry_out_one(memory: SegmentMemory, order: Order) -> None:
@@ -94,6 +106,9 @@ def _carry_out_one(memory: SegmentMemory, order: Order) -> None:
         block = memory.ring.view(np.float32)[order.block : last].reshape(shape)
         if order.leave.size:
             state[leave] = block
+            if order.shown != NOWHERE:
+                shown = _shown(memory, order).reshape(matrix.rows, matrix.cols)
+                shown[leave] = rounded_in_torch(block, memory.segment.weight_dtype)
         block[:] = state[enter]
     if order.clear:
         state[enter] = 0

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCES = tuple(sorted(Path(__file__).with_name("native_src").glob("*.c")))
+SOURCES, HEADERS = (tuple(sorted(Path(__file__).with_name("native_src").glob(f"*.{kind}"))) for kind in "ch")
 FLAGS = (
     *("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-std=gnu11", "-shared", "-fPIC"),
@@ -47,8 +47,8 @@ PLAN = _structure(
     prediction="f8",
 )
 ORDER = _structure(
-    **dict.fromkeys(("state", "block", "leave", "enter", "n_leave", "n_enter"), "i8"),
-    **dict.fromkeys(("cols", "first", "length", "by_column", "clear"), "i8"),
+    **dict.fromkeys(("state", "block", "shown", "leave", "enter", "n_leave", "n_enter"), "i8"),
+    **dict.fromkeys(("cols", "first", "length", "by_column", "clear", "out_kind"), "i8"),
 )
 
 
@@ -138,7 +138,7 @@ def build(folder: Path | None = None) -> Path:
     To load one that a power cut or a full disk has cut short would end the process.
     """
     compiler = _compiler()
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [source.read_bytes() for source in SOURCES + HEADERS]
     key = hashlib.sha256(b"\0".join([*sources, " ".join([*compiler, *FLAGS]).encode(), _processor().encode()]))
     folder = cache_folder() if folder is None else folder
     library = folder / f"adamw-{key.hexdigest()[:20]}.so"

@@ -21,7 +21,7 @@ from zenflow.storage import SegmentStorage
 
 def visible_shadow(record: ParamRecord, *, pending: bool) -> Tensor:
     """What is visible of a parameter, `[rows, cols]` on the host, deferred channels alone; pending: something comes."""
-    return record.host_shadow(_visible_turn(record.storage, pending=pending))
+    return record.host_shadow(visible_turn(record.storage, pending=pending))
 
 
 def coming_shadow(record: ParamRecord) -> Tensor:
@@ -31,20 +31,12 @@ def coming_shadow(record: ParamRecord) -> Tensor:
 
 def coming_turn(storage: SegmentStorage) -> int:
     """The turn of a segment's window whose result is on its way."""
-    return _visible_turn(storage, pending=True) ^ 1
+    return visible_turn(storage, pending=True) ^ 1
 
 
-def _visible_turn(storage: SegmentStorage, *, pending: bool) -> int:
+def visible_turn(storage: SegmentStorage, *, pending: bool) -> int:
     """The worker never has what is visible in hand: the next window takes its turn once the result is visible."""
     return storage.memory.turn(0) ^ (not pending)
-
-
-def note_weights(record: ParamRecord, channels: Tensor) -> int:
-    """The shadows take the weights of the channels (int64 `[n]`, on the host) that the worker gets; the bytes moved."""
-    values = gather_channels(record.weight, channels.to(record.weight.device), record.kind, validate=False).cpu()
-    for shadow in record.host_shadows:
-        scatter_channels_(shadow, channels, values, record.kind, validate=False)
-    return values.nbytes
 
 
 def replace_predictions(pipeline: Pipeline) -> None:
@@ -55,7 +47,7 @@ def replace_predictions(pipeline: Pipeline) -> None:
     pending = pipeline.uploads.pending_storages()
     for storage in pipeline.storages:
         if storage.shows_prediction and storage not in pending:
-            turn = _visible_turn(storage, pending=False)
+            turn = visible_turn(storage, pending=False)
             for event in storage.uploaded:
                 event.synchronize()
             storage.show_masters(turn)

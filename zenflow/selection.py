@@ -8,9 +8,11 @@ to the nearest, and a weight that goes to the worker is its master.
 The first owners of a parameter cost the host nothing: the worker's master is the weight itself, its moments and t are
 zero. Later, state travels through the ring, which is pinned and idle, in *parts* of many blocks. Half of it holds the
 part that the worker has in hand (`exchange.py`): it takes the values that have come from the device and puts those that
-go there in their place. Meanwhile the device copies into and out of the other half. Where a lane of the ring is a
-shadow, too, it is the one for the next gradient, in which nothing is that is still needed, except while a result of the
-segment is on its way, which a parameter's first owners do not wait for: then its content is put back afterwards.
+go there in their place. Meanwhile the device copies into and out of the other half. Where predictions may be visible,
+the shadow that holds what is takes the weights of the channels that the worker gets, which are their rounded masters.
+Where a lane of the ring is a shadow, the parts use the one for the next gradient, in which nothing is that is still
+needed, except while a result of the segment is on its way, which a parameter's first owners do not wait for: then its
+content is put back afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from zenflow_kernels.topk import grouped_choices
 from zenflow.client import WorkerClient
 from zenflow.exchange import NOWHERE, Order
 from zenflow.param_record import ParamRecord
-from zenflow.predictions import note_weights
+from zenflow.predictions import visible_turn
 from zenflow.storage import SegmentStorage
 
 PART_BYTES = 32 << 20  # of values in a part, at most: a few milliseconds of the worker's time
@@ -95,8 +97,6 @@ def give_owners(
         else:
             exchange.run()
     for move in moves:
-        if move.record.storage.segment.predicted and len(move.leaving):
-            traffic.to_host += note_weights(move.record, torch.from_numpy(move.leaving))
         move.record.install_owners(move.selected, move.on_device, move.start)
     return traffic
 
@@ -223,7 +223,15 @@ class _Block:
             matrix=move.record.storage.indices.index(move.record.index), array=self.job.array,
             block=begin + self.place if self.job.travels else NOWHERE, enter=enter, leave=leave,
             first=across.start, length=across.stop - across.start, clear=self.job.array > 0,
+            shown=self._shown() if self.job.array == 0 else NOWHERE,
         )  # fmt: skip
+
+    def _shown(self) -> int:
+        """The shadow that holds what is visible of the channels that the worker gets, which are in it no longer."""
+        move = self.job.move
+        if not len(move.leaving) or not move.record.storage.segment.predicted:
+            return NOWHERE
+        return visible_turn(move.record.storage, pending=False)
 
 
 class _Exchange:

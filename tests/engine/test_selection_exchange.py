@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from zenflow import native
 from zenflow.exchange import NOWHERE, Order, carry_out
-from zenflow.geometry import Matrix, Segment, lay_out
+from zenflow.geometry import ITEM_BYTES, Matrix, Segment, lay_out
 from zenflow.ring import SegmentMemory
 
 SHAPES = [(1, 1), (7, 13), (1, 311), (311, 1), (257, 401)]
@@ -26,11 +27,13 @@ def library(request: pytest.FixtureRequest) -> native.Native | None:
     return built
 
 
-def segment_of(shape: tuple[int, int], channel_dim: str, ring_dtype: str = "bfloat16") -> Segment:
+def segment_of(
+    shape: tuple[int, int], channel_dim: str, ring: str = "bfloat16", weights: str = "bfloat16", predicted: bool = False
+) -> Segment:
     shapes = [(LONE, LONE, 0), (*shape, 0), (LONE, LONE, 0)]
     return lay_out(
-        0, shapes, channel_dim=channel_dim, weight_dtype="bfloat16", ring_dtype=ring_dtype, max_steps=4, n_groups=1,
-        bucket_bytes=1 << 20,
+        0, shapes, channel_dim=channel_dim, weight_dtype=weights, ring_dtype=ring, max_steps=4, n_groups=1,
+        bucket_bytes=1 << 20, predicted=predicted,
     )  # fmt: skip
 
 
@@ -43,6 +46,8 @@ class World:
         for array in self.arrays():
             array[:] = self.random.integers(0, 1 << 32, array.size, dtype=np.uint32)
         self.expected = [array.copy() for array in self.arrays()]
+        if segment.in_place:  # the ring and the shadows are the same memory
+            self.expected[5] = self.expected[3]
 
     @property
     def matrix(self) -> Matrix:
@@ -74,6 +79,18 @@ class World:
                 if clear:
                     state[channel, first + i] = 0
         return Order(1, array, block, enter, leave, first, length, clear)
+
+    def expect_shown(self, turn: int, leave: np.ndarray, masters: np.ndarray) -> None:
+        """The shadow of a turn takes what leaves, bits of fp32 in the block's order, in the weights' dtype."""
+        matrix, segment = self.matrix, self.memory.segment
+        dtype, item = getattr(torch, segment.weight_dtype), ITEM_BYTES[segment.weight_dtype]
+        rounded = torch.from_numpy(masters.view(np.float32)).to(dtype, copy=True)
+        rounded[rounded.isnan()] = float("nan")
+        by_column = matrix.channel_dim == "column"
+        values = rounded.view(matrix.rows, -1) if by_column else rounded.view(-1, matrix.cols)
+        flat = torch.from_numpy(self.expected[5].view(np.uint8))[item * turn * segment.numel :].view(dtype)
+        shown = flat[matrix.offset : matrix.offset + matrix.numel].view(matrix.rows, matrix.cols)
+        (shown.T if by_column else shown)[leave] = values.T if by_column else values
 
     def check(self) -> None:
         for number, (found, expected) in enumerate(zip(self.arrays(), self.expected, strict=True)):
@@ -121,6 +138,26 @@ def test_a_swap_moves_bits_and_nothing_else(threads, channel_dim, shape, share, 
     here.check()
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in the ring", "of their own"])
+@pytest.mark.parametrize("weights", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("channel_dim", ["column", "row"])
+def test_the_shadow_of_what_is_visible_takes_the_rounded_masters_that_leave(
+    channel_dim, weights, in_place, turn, library, world
+):
+    """All else stays what it is: the other shadow, the other channels of this one, the other matrices."""
+    ring = "float32" if in_place == (weights == "float32") else "bfloat16"
+    here = world(segment_of((29, 31), channel_dim, ring, weights, predicted=True))
+    assert here.memory.segment.in_place == in_place
+    enter, leave = pick(here, "some")
+    block = (turn ^ 1) * here.expected[3].size // 2 if in_place else 3
+    masters = here.expected[3][block:].copy()
+    order = here.order(0, block, enter, leave, clear=False)
+    here.expect_shown(turn, leave, masters[: order.length * len(enter)])
+    carry_out(here.memory, [order._replace(shown=turn)], 2, library)
+    here.check()
+
+
 @pytest.mark.parametrize("channel_dim", ["column", "row"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_channels_enter_at_a_first_selection(shape, channel_dim, library, world):
@@ -165,6 +202,9 @@ def test_parts_of_a_matrix_in_one_call(channel_dim, library, world):
         {"first": 1},
         {"block": 1 << 20},
         {"leave": np.array([2, 3])},
+        {"shown": 1},
+        {"shown": 0, "array": 1},
+        {"shown": 0, "block": NOWHERE},
     ],
     ids=str,
 )

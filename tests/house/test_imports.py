@@ -18,7 +18,7 @@ LIGHT = (
     *("config", "deepspeed", "geometry", "bias", "ring", "worker", "client", "cpu_pass", "native", "cores"),
     *("arena", "header", "planning", "exchange", "stats", "window", "signals", "ring_layout", "worker_settings"),
 )
-TEXT_SUFFIXES = {".py", ".sh", ".c", ".md", ".yaml", ".toml"}
+TEXT_SUFFIXES = {".py", ".sh", ".c", ".h", ".md", ".yaml", ".toml"}
 
 
 def sources(*folders: str) -> list[Path]:

@@ -45,14 +45,17 @@ def installed_name(path: Path) -> str:
 
 def shipped() -> list[Path]:
     found = [
-        path for folder in FOLDERS for suffix in ("py", "c", "yaml") for path in (ROOT / folder).rglob(f"*.{suffix}")
+        path
+        for folder in FOLDERS
+        for suffix in ("py", "c", "h", "yaml")
+        for path in (ROOT / folder).rglob(f"*.{suffix}")
     ]
     return [path for path in found if "bench" not in path.parts]
 
 
 def test_every_module_configuration_and_c_source_is_in_it(wheel):
     wanted = {installed_name(path) for path in shipped()}
-    assert {"zenflow/native_src/adamw.c", "zenflow_kernels/__init__.py", "zenflow_experiments/train.py"} <= wanted
+    assert {"zenflow/native_src/rounding.h", "zenflow_kernels/__init__.py", "zenflow_experiments/train.py"} <= wanted
     assert any(name.startswith("zenflow_experiments/conf/engine/") for name in wanted)
     assert not wanted - set(wheel.namelist())
 

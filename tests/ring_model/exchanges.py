@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.ring_model.actors import items
 from tests.ring_model.explore import LOST, Op
 from tests.ring_model.sending import Sending
 from tests.ring_model.setup import Setup
@@ -21,12 +20,8 @@ class Exchanges(Sending):
         self._synchronize(self.compute, "zenflow.selection:_fetch")
         for segment in range(self.setup.segments):
             self._exchange(segment)
-        if self.setup.predicts:
-            self._synchronize(self.compute, "zenflow.predictions:note_weights")
-            if self.setup.in_place:  # the lanes that the exchange has used
-                self.shown |= {(self._turn(bucket), bucket): LOST for bucket in self.buckets}
-            writes = {self._shadow(turn, bucket): stamp for (turn, bucket), stamp in self.shown.items()}
-            self._host(("note", self.step), "zenflow.predictions:note_weights", writes=items(writes))
+        if self.setup.predicts:  # the shadows that are not told, and whose lanes the exchange may have used
+            self.shown |= {(self._turn(bucket), bucket): LOST for bucket in self.buckets}
 
     def _exchange(self, segment: int) -> None:
         """Parts go through two halves of the idle ring, see `selection._Exchange.run`."""
@@ -67,14 +62,17 @@ class Exchanges(Sending):
             self._host(("arrived", self.step, part), where, after=(self.arrived,))
         self.exchanges += 1
         self._host(("order", self.step, part), where, writes=((self.told, self.exchanges),))
-        masters = [(self._cell("master", bucket), window) for bucket in self._members(segment)]
+        written = [(self._cell("master", bucket), window) for bucket in self._members(segment)]
+        if self.setup.predicts:
+            visible = {(self._turn(bucket) ^ 1, bucket) for bucket in self._members(segment)}
+            written += [(self._shadow(turn, bucket), self.shown[turn, bucket]) for turn, bucket in sorted(visible)]
         self.worker += [
             Op(
                 ("exchange", self.step, part, segment),
                 "zenflow.exchange:carry_out",
                 until=((self.told, self.exchanges),),
                 reads=((half, (window, part, 0)),),
-                writes=((half, (window, part, 1)), *masters),
+                writes=((half, (window, part, 1)), *written),
             ),
             Op(
                 ("answer", self.step, part),

@@ -4,21 +4,20 @@
  * computed alone, so threads and cuts change no bit. The structures are those of zenflow/native.py. */
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
+
+#include "rounding.h"
 
 #define CUT 64     /* elements: threads meet between cache lines of every array */
 #define BLOCK 512  /* elements that stay in the first-level cache from the gradient to the rounded weight */
 #define LINE 64    /* bytes in a cache line */
 #define CHUNK 65536 /* elements that a thread takes at a time */
 #define SERIAL_BELOW 32768
-#define INLINE static inline __attribute__((always_inline))
 
 enum { GRAD_F32, GRAD_BF16, GRAD_F16 };
-enum { OUT_NONE, OUT_BF16, OUT_F16, OUT_F32 };
 
 typedef struct { /* the flat arrays of a segment; ring: lane after lane; out: NULL with OUT_NONE, or a lane if in_place */
     float *master, *exp_avg, *exp_avg_sq;
@@ -48,25 +47,7 @@ typedef struct { /* of a matrix: no update, one with the mean of all lanes, or o
     double prediction; /* that many times the window's update is added to what goes out */
 } plan_t;
 
-INLINE uint32_t bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-INLINE float real(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
-
-INLINE uint16_t to_bf16(float x) {
-    uint32_t u = bits(x);
-    uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)rounded;
-}
-
-/* Round to nearest even without a half type: below 2^-14 adding 0.5 lets the FPU round at the last subnormal place. */
-INLINE uint16_t to_f16(float x) {
-    uint32_t u = bits(x), sign = (u >> 16) & 0x8000, a = u & 0x7fffffff;
-    uint32_t normal = (a + 0xc8000fff + ((a >> 13) & 1)) >> 13;
-    uint32_t subnormal = bits(real(a) + 0.5f) - 0x3f000000;
-    uint32_t h = a < 0x38800000 ? subnormal : normal;
-    h = a >= 0x47800000 ? 0x7c00 : h;
-    return a > 0x7f800000 ? 0x7e00 : (uint16_t)(h | sign);
-}
 
 /* Exact. Subnormals by a subtraction at 2^-14, which no subnormal fp32 slows down. */
 INLINE float from_f16(uint16_t h) {
@@ -169,7 +150,7 @@ INLINE void round_to(uint16_t *restrict out, const float *restrict p, long lengt
 
 INLINE void copy(float *restrict out, const float *restrict p, long length) {
 #pragma omp simd
-    for (long i = 0; i < length; i++) out[i] = (bits(p[i]) & 0x7fffffff) > 0x7f800000 ? real(0x7fc00000) : p[i];
+    for (long i = 0; i < length; i++) out[i] = to_f32(p[i]);
 }
 
 /* new + a * (new - old), each operation rounded. */

@@ -1,15 +1,22 @@
 /* Channels that change owner: between the worker's state and the compact blocks that travel to and from the device.
- * Bits are copied; nothing is computed. The structure is that of zenflow/native.py. */
-#include <stdint.h>
-#include <string.h>
+ * Bits are copied; but what becomes visible of a master is rounded. The structure is that of zenflow/native.py. */
+#include "rounding.h"
 
 typedef struct { /* of one matrix [rows, cols]: channels `leave` take the block's values, then it takes those of `enter` */
     float *state, *block;          /* block: NULL if nothing travels; the leaving ones become zero then */
+    char *shown;                   /* NULL, or the weights [rows, cols] that take the leaving ones' values, rounded */
     const int64_t *leave, *enter;  /* channels, `n_enter` of the second and as many, or none, of the first */
     int64_t n_leave, n_enter;
     int64_t cols, first, length;   /* rows of the columns, or columns of the rows, that the block holds */
     int64_t by_column, clear;      /* clear: what has been taken becomes zero */
+    int64_t out_kind;              /* of what is shown */
 } order_t;
+
+INLINE void show(char *shown, long i, float value, int kind) {
+    if (kind == OUT_BF16) ((uint16_t *)shown)[i] = to_bf16(value);
+    else if (kind == OUT_F16) ((uint16_t *)shown)[i] = to_f16(value);
+    else ((float *)shown)[i] = to_f32(value);
+}
 
 /* A row at a time, so that a cache line is fetched once for all channels in it. block: [length, n_enter]. */
 static void columns(const order_t *o, long i) {
@@ -19,6 +26,9 @@ static void columns(const order_t *o, long i) {
     } else {
         float *restrict block = o->block + i * o->n_enter;
         for (long j = 0; j < o->n_leave; j++) x[o->leave[j]] = block[j];
+        for (long j = 0; o->shown && j < o->n_leave; j++) {
+            show(o->shown, (o->first + i) * o->cols + o->leave[j], block[j], o->out_kind);
+        }
         for (long j = 0; j < o->n_enter; j++) block[j] = x[o->enter[j]];
     }
     if (o->clear) {
@@ -34,6 +44,9 @@ static void rows(const order_t *o, long j) {
     if (o->block) {
         float *block = o->block + j * o->length;
         if (leaving) memcpy(leaving, block, size);
+        for (long i = 0; leaving && o->shown && i < o->length; i++) {
+            show(o->shown, o->leave[j] * o->cols + o->first + i, block[i], o->out_kind);
+        }
         memcpy(block, entering, size);
     } else if (leaving) {
         memset(leaving, 0, size);
