@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from zenflow_kernels.dispatch import triton
 
 from tests.engine.driving import Builder, environment, feed, make_gradients, make_parameters
-from zenflow import ZenFlow
+from zenflow import ZenFlow, cores
 from zenflow.config import ZenFlowConfig
 
 MIB = 1 << 20
@@ -71,18 +72,20 @@ def test_a9_an_upload_needs_no_second_copy_on_the_device(rule: str, build: Build
     assert max(peaks) <= bucket
 
 
+# `taskset -c CORES PROGRAM...`, where there is no taskset, too.
+TASKSET = (
+    "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(','))); os.execv(sys.argv[2], sys.argv[2:])"
+)
 A10 = """
 import json, os, threading, torch
 from zenflow import ZenFlow
-cores = {cores}
-os.sched_setaffinity(0, cores)
 weight = torch.nn.Parameter(torch.ones(64, 96))
 engine = ZenFlow([weight], lr=0.1, topk_ratio=0.3, update_interval=1, min_deferred_numel=0, core_binding=True)
 for _ in range(4):
     weight.grad = torch.ones(64, 96)
     engine.step()
 engine.flush()
-masks = lambda pid: [sorted(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{{pid}}/task")]
+masks = lambda pid: [sorted(os.sched_getaffinity(int(task))) for task in os.listdir(f"/proc/{pid}/task")]
 found = dict(trainer=masks(os.getpid()), worker=masks(engine.stats().worker_pid), own=sorted(os.sched_getaffinity(0)))
 engine.close()
 print(json.dumps(found | dict(after=sorted(os.sched_getaffinity(0)))))
@@ -91,18 +94,34 @@ print(json.dumps(found | dict(after=sorted(os.sched_getaffinity(0)))))
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a10_trainer_and_worker_stay_within_the_mask(count: int) -> None:
-    """A10: `taskset -c 3,5,9`, with the cores that this machine has: neither is empty, one core is shared."""
-    allowed = sorted(os.sched_getaffinity(0))
+    """A10: `taskset -c 3,5,9`, or as many of the cores that there are: every thread of both is within them, none of the
+    trainer's on a core of the worker's; one core is shared."""
+    allowed = [core[0] for core in cores.physical_cores()]
     if len(allowed) < count:
-        pytest.skip(f"needs {count} CPUs")
-    mask = set(allowed[:: max(1, len(allowed) // count)][:count])
-    found = json.loads(run_script(A10.format(cores=mask)))
-    for cores in (*found["trainer"], *found["worker"]):
-        assert cores and set(cores) <= mask
+        pytest.skip(f"needs {count} cores")
+    mask = {3, 5, 9} if count == 3 and {3, 5, 9} <= set(allowed) else set(allowed[:: len(allowed) // count][:count])
+    found = json.loads(run_script(A10, within=[sys.executable, "-c", TASKSET, ",".join(map(str, mask))]))
+    trainer, worker = (set().union(*found[name]) for name in ("trainer", "worker"))
+    assert trainer and worker and trainer | worker == mask
     assert found["own"] in found["trainer"]
     assert found["after"] == sorted(mask), "close() gives the cores back"
-    if count == 1:
-        assert all(set(cores) == mask for cores in (*found["trainer"], *found["worker"]))
+    assert trainer & worker == (mask if count == 1 else set())
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("200000 100000", 1), ("max 100000", 12)], ids=["two", "unlimited"])
+def test_e13_the_worker_keeps_the_quota(
+    quota: str, threads: int, build: Builder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """E13: cgroup `cpu.max` of 2 CPUs on a host of 16 cores: at most 2 worker threads, one core being the trainer's."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(cores, "physical_cores", lambda: [(cpu,) for cpu in range(16)])
+    monkeypatch.setattr(cores, "cpu_quota", partial(cores.cpu_quota, tmp_path, "0::/job"))
+    parameters = make_parameters([(64, 96)])
+    engine = build(parameters, worker_threads="auto", core_binding=False, update_interval=1, overlap_step=False)
+    feed(parameters, make_gradients([(64, 96)], steps=1)[0])
+    engine.step()
+    assert engine.stats().windows == 1 and engine.stats().worker_threads == threads
 
 
 TWO = """
