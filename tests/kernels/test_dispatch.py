@@ -10,6 +10,7 @@ from zenflow_kernels.control import StepControl
 from zenflow_kernels.fused_step import write_masters
 from zenflow_kernels.table import Entry, Table
 
+from tests.kernels import conftest
 from tests.kernels.conftest import CANARIES, bf16_sum_and_order
 
 
@@ -54,6 +55,16 @@ def test_interpreted_needs_the_environment_variable():
 def test_bf16_is_upcast_summed_and_rounded_to_even(a, b, total, device):
     """D8."""
     assert bf16_sum_and_order(a, b, device) == (total, a < b)
+
+
+def test_a_canary_that_fails_is_the_reason_why_bf16_is_left_out(device, monkeypatch):
+    """D8: of the interpreter's faults the first, with what it gave; none where all are right."""
+    assert device == "cuda" or conftest._bf16_fault.__wrapped__() is None
+    truncated = {2.5: (4.5, False), -5.0: (-7.0, True), 128.0: (128.0, False), 129.0: (129.0, False)}
+    monkeypatch.setattr(conftest, "bf16_sum_and_order", lambda a, b, device: truncated[a])
+    assert "129.0 + 0.5 and 129.0 < 0.5 give (129.0, False)" in conftest._bf16_fault.__wrapped__()
+    monkeypatch.setitem(truncated, -5.0, (-7.0, False))
+    assert "-5.0 + -2.0 and -5.0 < -2.0 give (-7.0, False)" in conftest._bf16_fault.__wrapped__()
 
 
 def test_the_patched_cast_rounds_as_torch_does(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,30 @@ def test_every_launch_constant_alone(name, layout, knob, value, device, poisoned
     for one, other in zip(got, expected, strict=True):
         assert not (one.is_floating_point() and bool(torch.isnan(one).any()))
         assert_close(one, other, name)
+
+
+BY_ROWS = [
+    pytest.param(knob, value, id=f"{knob.label}={value}")
+    for knob in knobs_of("fused_step_first", problem_of("columns", "cpu", torch.bfloat16))
+    for value in knob.values
+]
+
+
+@pytest.mark.parametrize(("knob", "value"), BY_ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"], indirect=True)
+def test_every_launch_constant_alone_where_columns_are_stepped_by_rows(knob, value, dtype, device, monkeypatch):
+    """D2: accumulator and selected weights held NaN; what a window's first step leaves there is the reference's."""
+    monkeypatch.setattr(kernel_ops, "LR", 0.1)  # large, so that a wrong update shows
+    problem = replace(problem_of("columns", device, dtype), ratio=0.9)  # of some rows more than are updated at once
+    ours, other = (OPS["fused_step_first"].build(problem) for _ in range(2))
+    for work in (ours, other):
+        weight, *_, accumulator = work.outputs
+        weight[:, problem.index().to(device)] = accumulator[:] = float("nan")
+    with launch_constants({knob: value}):
+        ours.ours.run()
+    other.reference.run()
+    for got, want in zip(ours.outputs, other.outputs, strict=True):
+        assert bool(torch.isfinite(got).all()) and torch.equal(bits(got), bits(want))
 
 
 def searched(problem: Problem, favourite: int) -> tuple[list[Candidate], list[Work]]:
