@@ -238,6 +238,8 @@ def test_from_another_folder_with_relative_paths_and_without_wandb(tmp_path):  #
     assert done.returncode == 0, done.stderr
     assert f'"path": "{tmp_path}/data/notes.txt"' in (tmp_path / "here" / "config.json").read_text()
     assert (tmp_path / "here" / "metrics.jsonl").exists()
+    beside = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if "here" not in path.parts}
+    assert beside == {Path("data"), Path("data/notes.txt")}
 
 
 def test_an_interrupt_ends_the_run_and_its_worker(tmp_path, kept):

@@ -27,29 +27,34 @@ def fields_of(config: ZenFlowConfig) -> dict[str, Any]:
 
 
 def moved(
-    folder: Path, skipped: tuple[int, ...] = (), log_every: int = 1, device: str = "cpu", **settings: Any
+    folder: Path,
+    skipped: tuple[int, ...] = (),
+    log_every: int = 1,
+    device: str = "cpu",
+    matrices: int = 1,
+    **settings: Any,
 ) -> tuple[list[dict], list[Tensor]]:
-    """The lines of a run whose gradient is always 1, and how far each step moved the weights `[16]`, by column; on the
-    schedule of the paper, where `settings` name no other.
+    """The lines of a run whose gradient is always 1, and how far each step moved the weights `[matrices, 16]`, by
+    column; on the schedule of the paper, where `settings` name no other.
 
     AdamW moves by the rate itself then, whatever its t: both moments' means are 1.
     """
-    weight = nn.Parameter(torch.zeros(8, 16, device=device))
+    weights = [nn.Parameter(torch.zeros(8, 16, device=device)) for _ in range(matrices)]
     own = {"topk_ratio": SELECTED / 16, "min_deferred_numel": 1, "worker_threads": 1}
     config = ZenFlowConfig(**own | TOGETHER | settings)
-    engine = ZenFlowRun([weight], config, lr=1.0, weight_decay=0.0)
-    timer, distances = StepTimer(weight.device), []
+    engine = ZenFlowRun(weights, config, lr=1.0, weight_decay=0.0)
+    timer, distances = StepTimer(weights[0].device), []
     with engine, Recorder(folder, timer, engine, log_every, None, DeferredRates(fields_of(config))) as recorder:
         for number, lr in enumerate(RATES, 1):
             engine.param_groups[0]["lr"] = lr
             timer.start()
-            (weight * (float("inf") if number in skipped else 1.0)).sum().backward()
-            before = weight.detach().clone()
+            (torch.stack(weights) * (float("inf") if number in skipped else 1.0)).sum().backward()
+            before = torch.stack(weights).detach()
             engine.step()
             engine.zero_grad()
             timer.stop()
             recorder.step(number, torch.tensor(1.0), lr, 1, last=number == STEPS)
-            distances.append((before - weight.detach())[0].cpu())
+            distances.append((before - torch.stack(weights).detach())[:, 0].cpu())
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], distances
 
 
@@ -75,13 +80,32 @@ SETTINGS = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_logged_rates_are_those_applied(device, name, skipped, tmp_path):
     lines, distances = moved(tmp_path, skipped, device=device, upload="step", **SETTINGS[name])
-    for line, distance in zip(lines, distances, strict=True):
+    for line, (distance,) in zip(lines, distances, strict=True):
         # One update differs from its rate by the roundings of some ten operations in fp32.
         applied = 0.0 if line["step"] in skipped else line["lr"]
         assert distance[:SELECTED].tolist() == pytest.approx([applied] * SELECTED, rel=1e-4, abs=1e-7)
         assert distance[SELECTED:].tolist() == pytest.approx([line.get("deferred_lr", 0.0)] * 14, rel=1e-4, abs=1e-7)
     shown = [line for line in lines if "deferred_lr" in line]
     assert len(shown) >= 2 and all(line.keys() >= {"staleness", "deferred_step"} for line in shown)
+
+
+@pytest.mark.parametrize("prediction", [0.0, 1.0])
+def test_the_logged_rates_are_those_of_the_cohort_that_became_visible(prediction, tmp_path):
+    """The default's schedule, with three cohorts: one of them moves in a step, by the rate in the step's line, and by
+    what a prediction adds: as much again, less what it had added the time before."""
+    lines, distances = moved(tmp_path, matrices=3, upload="step", stagger=True, weight_prediction=prediction)
+    applied: list[list[float]] = [[0.0], [0.0], [0.0]]
+    for line, distance in zip(lines, distances, strict=True):
+        assert distance[:, :SELECTED].flatten().tolist() == pytest.approx([line["lr"]] * 3 * SELECTED, rel=1e-4)
+        movers = distance[:, SELECTED:].any(dim=1).nonzero().flatten().tolist()
+        assert len(movers) == ("deferred_lr" in line)
+        for cohort in movers:
+            applied[cohort].append(line["deferred_lr"])
+            before, rate = applied[cohort][-2:]
+            expected = rate + prediction * (rate - before)
+            assert distance[cohort, SELECTED:].tolist() == pytest.approx([expected] * 14, rel=1e-4, abs=1e-7)
+    assert all(line["staleness"] == 1 for line in lines if "deferred_lr" in line)
+    assert min(len(rates) for rates in applied) > 2
 
 
 @pytest.mark.parametrize("engine", ["zenflow", "adamw"])

@@ -41,21 +41,25 @@ def test_a_sweep_leaves_separate_runs(command, kept, monkeypatch):  # F1, F10, F
 
 
 def test_a_sweep_ends_with_a_table_of_its_jobs(command):  # F14
-    outcome = command("-m", *BRIEF, "engine=adamw", "optimizer.lr=1e-2,-1")
+    outcome = command("-m", *BRIEF, "engine=adamw", "optimizer.lr=1e-5,1e-4,-1")
     assert outcome.code == 1
-    assert type(outcome.config("0")["optimizer"]["lr"]) is float
+    rates = [outcome.config(job)["optimizer"]["lr"] for job in "01"]
+    assert rates == [0.00001, 0.0001] and {type(rate) for rate in rates} == {float}
     table = (outcome.folder / "summary.txt").read_text()
     assert table in outcome.out
-    loss, step = outcome.metrics("0")[-1]["validation_loss"], 1e3 * outcome.summary("0")["step_seconds_mean"]
+    losses = [f"{outcome.metrics(job)[-1]['validation_loss']:.4f}" for job in "01"]
+    steps = [f"{1e3 * outcome.summary(job)['step_seconds_mean']:,.2f}" for job in "01"]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
     assert rows[0] == ["job", "settings", "validation loss", "mean step ms", "status"]
     assert rows[2:] == [
-        ["0", "optimizer.lr=0.01", f"{loss:.4f}", f"{step:,.2f}", "whole"],
-        ["1", "optimizer.lr=-1", "-", "-", "did not start: optimizer.lr is -1.0; allowed: a finite number >= 0."],
+        ["0", "optimizer.lr=1e-05", losses[0], steps[0], "whole"],
+        ["1", "optimizer.lr=0.0001", losses[1], steps[1], "whole"],
+        ["2", "optimizer.lr=-1", "-", "-", "did not start: optimizer.lr is -1.0; allowed: a finite number >= 0."],
     ]
 
 
 def test_a_failing_job_does_not_stop_its_siblings(command, kept, monkeypatch):  # F2, F3, F4
+    """The second raises, the third is refused; the fourth and the fifth run, each with a worker of its own."""
     step, workers = ZenFlowRun.step, []
 
     def fail_once(engine):
@@ -67,22 +71,24 @@ def test_a_failing_job_does_not_stop_its_siblings(command, kept, monkeypatch):  
             raise RuntimeError("the engine broke")
 
     monkeypatch.setattr(ZenFlowRun, "step", fail_once)
-    settings = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=0.125,0.25,-1,0.5")
+    settings = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=0.125,0.25,-1,0.5,0.75")
     outcome = command("-m", *BRIEF, "tracking=offline", *settings)
     assert outcome.code == 1
     assert "the engine broke" in outcome.err
-    assert [(outcome.folder / str(job) / "summary.json").exists() for job in range(4)] == [True, False, False, True]
-    assert len(set(workers)) == 3 and not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    logs = [(outcome.folder / str(job) / "train.log").read_text() for job in range(4)]
+    finished = [(outcome.folder / job / "summary.json").exists() for job in "01234"]
+    assert finished == [True, False, False, True, True]
+    assert len(workers) == len(set(workers)) == 4 and not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    logs = [(outcome.folder / job / "train.log").read_text() for job in "01234"]
     assert "Traceback" in logs[1] and "the engine broke" in logs[1]
     assert "optimizer.lr is -1.0" in logs[2]
-    assert "the engine broke" not in logs[0] + logs[2] + logs[3]
-    assert [kept(outcome.folder / job).exit_code for job in ("0", "1", "3")] == [0, 1, 0]
+    assert "the engine broke" not in logs[0] + "".join(logs[2:])
+    assert [kept(outcome.folder / job).exit_code for job in "0134"] == [0, 1, 0, 0]
     status = re.findall(r"\| (\w[^|]*?) +\|$", (outcome.folder / "summary.txt").read_text(), flags=re.M)
     assert status[1:] == [
         "whole",
         "unfinished: 0 of 4 steps; RuntimeError: the engine broke",
         "did not start: optimizer.lr is -1.0; allowed: a finite number >= 0.",
+        "whole",
         "whole",
     ]
 
