@@ -160,7 +160,12 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     pipeline.wait_for_worker()
     pipeline.sender.finish_copies()  # raw gradients may be on their way into the lanes that a loaded window takes
     make_visible(pipeline)
-    pipeline.stepping = True  # a state that is loaded in part is as bad as a step that is made in part
+    with pipeline.in_one_piece():
+        _take_over(pipeline, state, engine, indices)
+    pipeline.prepare_backward()
+
+
+def _take_over(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict[int, int]) -> None:
     pipeline.clock.load_state_dict(engine["clock"])
     pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
     if predicts(engine["config"]) and not pipeline.config.predicts:
@@ -197,8 +202,6 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
     records = {indices[id(record.param)]: record.index for record in pipeline.records}
     pipeline.norm_order.load([records[index] for index in engine["norm_order"]], len(records))
     pipeline.uploads.load_state_dict(_renumbered(engine["uploads"], records))
-    pipeline.stepping = False
-    pipeline.prepare_backward()
 
 
 def _saved_scores(

@@ -7,7 +7,8 @@ their place; `outside.py`: weights that others have changed; `tracing.py`; `clos
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Pipeline:
         self.hyper_log: list[list[tuple[float, ...]]] = []
         self.present_log: list[list[bool]] = []
         self.logged = 0  # the window number in the device's log
-        self.stepping = False  # a step, flush or load has begun and not ended: afterwards, it was broken off
+        self.stepping = False  # see `in_one_piece`
         self.highest_t = 0  # no channel's t is above it
         self.counters = dict.fromkeys(("windows", "selections"), 0)
         self.grads: list[Tensor | None] = []  # of the step that runs, one a record
@@ -92,6 +93,13 @@ class Pipeline:
             worker_threads=0 if client is None else client.threads,
             worker_pid=None if client is None else client.worker_pid,
         )
+
+    @contextmanager
+    def in_one_piece(self) -> Iterator[None]:
+        """A step, flush or load: `stepping` stays True after one that was broken off; nothing goes on from there."""
+        self.stepping = True
+        yield
+        self.stepping = False
 
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:

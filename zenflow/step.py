@@ -46,15 +46,24 @@ def run_step(pipeline: Pipeline, groups: list[dict], grad_scale: Tensor | None, 
     ValueError names a gradient or a weight that cannot be used; WorkerError if the worker has failed.
     """
     began = time.perf_counter_ns()
-    config, sender, uploads = pipeline.config, pipeline.sender, pipeline.uploads
     if pipeline.client is not None:
         pipeline.client.check()
     adopt_outside_changes(pipeline)
-    sender.check_gradients()
+    pipeline.sender.check_gradients()
     pipeline.grads = [usable_gradient(record) for record in pipeline.records]
     hyper_row = [group_hyper(group) for group in groups]
     # From here on the step counts; what the caller could have got wrong has been refused.
-    pipeline.stepping = True
+    with pipeline.in_one_piece():
+        step = _make_step(pipeline, hyper_row, grad_scale, found_inf)
+        if pipeline.tracer is not None:
+            pipeline.tracer.host_span("trainer", "step()", began, time.perf_counter_ns(), step=step)
+
+
+def _make_step(
+    pipeline: Pipeline, hyper_row: list[tuple[float, ...]], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> int:
+    """The step over `pipeline.grads` with each group's scalars; its number."""
+    config, sender, uploads = pipeline.config, pipeline.sender, pipeline.uploads
     uploads.remove_hooks()
     plan = pipeline.clock.begin_step()
     pipeline.gap.close()
@@ -81,9 +90,7 @@ def run_step(pipeline: Pipeline, groups: list[dict], grad_scale: Tensor | None, 
     pipeline.telemetry.end_step(staleness)
     begin_gap(pipeline)
     pipeline.prepare_backward()
-    if pipeline.tracer is not None:
-        pipeline.tracer.host_span("trainer", "step()", began, time.perf_counter_ns(), step=plan.step)
-    pipeline.stepping = False
+    return plan.step
 
 
 def _begin_record(pipeline: Pipeline, step: int) -> None:

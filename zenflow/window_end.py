@@ -68,9 +68,8 @@ def flush_pipeline(pipeline: Pipeline) -> None:
     clock = pipeline.clock
     running = {cohort: clock.length(cohort) for cohort in clock.running}
     if running:
-        pipeline.stepping = True  # a window that is sent in part is as bad as a step that is
-        pipeline.uploads.pending = _send(pipeline, running, clock.state.position, prompt=True)
-        pipeline.stepping = False
+        with pipeline.in_one_piece():
+            pipeline.uploads.pending = _send(pipeline, running, clock.state.position, prompt=True)
     clock.restart()
     _trim_logs(pipeline)
     pipeline.wait_for_worker()

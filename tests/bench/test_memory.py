@@ -34,12 +34,18 @@ def test_the_ratio_is_of_the_pass_to_the_triad(monkeypatch, capsys, tmp_path):
     [
         ("step --out here --shape 3B", "step --shape 3B"),
         ("step --out=here --commit=abc --batch=2", "step --batch=2"),
-        ("kernels --ops fused_step --ou here --com abc --quick", "kernels --ops fused_step --quick"),
+        ("kernels --ops fused_step --out here --commit abc --quick", "kernels --ops fused_step --quick"),
         ("step --zenflow U=4 --trace --contention 8 12", "step --zenflow U=4 --trace --contention 8 12"),
     ],
 )
 def test_where_the_result_is_kept_is_no_part_of_the_command(words, left):
     assert " ".join(what_is_measured(words.split())) == left
+
+
+def test_an_option_has_one_name(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["memory", "--threads", "1", "--com", "abc", "--out", str(tmp_path)])
+    assert "--com" in capsys.readouterr().err
 
 
 def test_both_bandwidths_are_measured(monkeypatch, capsys, tmp_path):

@@ -7,6 +7,7 @@ import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from zenflow.bench.proof import DEFAULT_TESTS, KERNEL_TESTS
@@ -56,8 +57,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="zenflow-bench", description="Measure ZenFlow on this machine.")
-    commands = parser.add_subparsers(required=True, metavar="{step,memory,kernels}")
+    whole_words = partial(ArgumentParser, allow_abbrev=False)  # `what_is_measured` knows options by their names
+    parser = whole_words(prog="zenflow-bench", description="Measure ZenFlow on this machine.")
+    commands = parser.add_subparsers(required=True, metavar="{step,memory,kernels}", parser_class=whole_words)
     _add_step(
         commands.add_parser(
             "step",

@@ -16,11 +16,11 @@ PLACE = ("--out", "--commit")  # options with one value, of how the result is ke
 
 
 def what_is_measured(words: Sequence[str]) -> list[str]:
-    """The command line's words, which argparse has taken, without those of `PLACE`, abbreviated or not."""
+    """The command line's words, which argparse has taken, without those of `PLACE`."""
     left, rest = [], iter(words)
     for word in rest:
         name, with_value, _ = word.partition("=")
-        if len(name) < 3 or not any(option.startswith(name) for option in PLACE):
+        if name not in PLACE:
             left.append(word)
         elif not with_value:
             next(rest)
