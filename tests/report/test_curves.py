@@ -96,17 +96,21 @@ def test_without_a_later_evaluation_differences_are_over_all_there_is(tmp_path):
 
 
 def test_names_at_the_ends_of_lines_do_not_lie_on_one_another(tmp_path):
-    """Seven names of several lines each, which need more than a row's height, at ends that coincide."""
+    """Eight names, most of several lines, which need more than a row's height, at ends that nearly coincide."""
     words = ("one_schedule_with_a_name", "two_schedule_with_a_name", "three_schedule_with_a_name")
     more = {"optimizer__decay_of_the_weights": "none_at_all", "optimizer__something_else": "whatever"}
-    cells = [cell(0.1, u, 2.5, optimizer__schedule=word, **more) for word in words for u in (2, 4)]
+    cells = [
+        cell(0.1, u, 2.5 + u / 1000 + place / 3000, optimizer__schedule=word, **more)
+        for place, word in enumerate(words)
+        for u in (2, 4)
+    ]
     study = study_of(tmp_path, base(2.4), *cells, cell(0.1, 2, 2.5))
     _, figure = curves.draw(study, over_seconds=False)
     figure.draw_without_rendering()
     renderer = FigureCanvasAgg(figure).get_renderer()
     axis = figure.axes[-1]
     boxes = [Text.get_window_extent(text, renderer) for text in axis.texts]
-    assert len(boxes) == 7 and sum(text.get_text().count("\n") + 1 for text in axis.texts) > 15
+    assert len(boxes) == 8 and sum(text.get_text().count("\n") + 1 for text in axis.texts) > 15
     assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     inside = axis.get_window_extent(renderer)
     assert all(inside.y0 - 0.05 * inside.height < box.y0 and box.y1 < inside.y1 + 0.05 * inside.height for box in boxes)

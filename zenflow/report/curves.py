@@ -11,27 +11,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from zenflow.report.figures import Curve, mean_curve, training_line, validation_line
+from zenflow.report.figures import Curve, coincide, mean_curve, training_line, validation_line
 from zenflow.report.look import (
     GREY_LINE,
+    MOST_NAMES,
     QUIET,
     WIDE_RATIO,
     WIDTH,
+    Tag,
     entitle,
     is_wide,
     label_ends,
-    paint,
     plain_log,
     rows_height,
     seeds_note,
     usual_note,
 )
+from zenflow.report.paint import Look, paint
 from zenflow.report.runs import Run
 from zenflow.report.study import Study
 from zenflow.terminal import counted
 
 UNITS = ((1, "ms", 1e-3), (300, "s", 1), (3 * 3600, "min", 60), (float("inf"), "h", 3600))
 MOST_MARKERS = 12  # on one line
+SAME_AS = "= "  # before another name of one curve
 FEW = 4  # lines, of which the bands may be strong
 HEIGHT = 2.6  # inches of a row
 LOG_RATIO = 4  # of the highest to the lowest loss, from which the start would flatten the rest of a linear axis
@@ -39,7 +42,7 @@ LOG_RATIO = 4  # of the highest to the lowest loss, from which the start would f
 
 @dataclass(frozen=True)
 class Named:
-    """A setting's curve and its look: colour and marker, None for grey; whether it is the baseline's.
+    """A setting's curve and its look, None for grey; whether it is the baseline's.
 
     lines: x and y of its runs by their seeds, in the curve's units; of runs that have each seed once. first: where all
     of its runs have their second point.
@@ -47,7 +50,7 @@ class Named:
 
     name: str
     curve: Curve
-    look: tuple[str, str] | None
+    look: Look | None
     is_base: bool
     lines: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     first: float = 0.0
@@ -65,13 +68,14 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
     training = named_curves(study, lambda run: training_line(run, over_seconds), scale)
     validation = named_curves(study, lambda run: validation_line(run, over_seconds), scale)
     differs = study.baseline is not None and len(study.settings) > 1
-    heights = [HEIGHT] * differs + [rows_height([c.name for c in validation if c.look is not None], HEIGHT)]
+    lines = differences(validation, from_first=over_seconds) if differs else validation
+    tags = end_tags(lines, validation)
+    heights = [HEIGHT] * differs + [rows_height(tags, HEIGHT)]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
     rows = figure.subfigures(1 + differs, 1, squeeze=False, height_ratios=heights)[:, 0]
     above = rows[0].subplots(1, 2)
     panels = [(above[0], "training loss (running mean)", training), (above[1], "validation loss", validation)]
     if differs:
-        lines = differences(validation, from_first=over_seconds)
         panels.append((rows[1].subplots(), f"validation loss above {study.base_name} (%)", lines))
     for axis, label, curves in panels:
         plot_lines(axis, curves, markers=not over_seconds, log_ratio=LOG_RATIO)
@@ -88,11 +92,8 @@ def draw(study: Study, over_seconds: bool) -> tuple[str, Any]:
         notes.append("dotted: the shortest run's end, where losses are compared")
         if differs:
             notes.append("below: from where both have been evaluated after the start")
-    if grey := sum(curve.look is None for curve in validation):
-        notes.append(f"grey: {counted(grey, 'more setting')}")
-    entitle(figure, title, notes + usual_note(study))
-    axis, _, last = panels[-1]
-    label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in last if c.look is not None])
+    entitle(figure, title, notes + tags_notes(validation, tags) + usual_note(study))
+    label_ends(panels[-1][0], tags)
     return title, figure
 
 
@@ -111,6 +112,35 @@ def named_curves(study: Study, line: Callable[[Run], tuple[Any, Any]], scale: fl
         first = max(float(x[min(1, len(x) - 1)]) for x, _ in scaled)
         named.append(Named(setting.label, curve, looks.get(setting.name), setting is study.baseline, by_seed, first))
     return named
+
+
+def end_tags(curves: Sequence[Named], compared: Sequence[Named]) -> list[Tag]:
+    """A name at each curve's end; one for those that coincide, as "adamw\\n= zero_offload", in the first one's colour.
+
+    compared: the curves of losses or scores by which they do, one each. Of more than there can be, grey ones have none.
+    The baseline, if there is one, is the first.
+    """
+    leaders: list[int] = []
+    names: dict[int, list[str]] = {}
+    for place in sorted(range(len(curves)), key=lambda place: curves[place].look is None):
+        if curves[place].look is None and len(curves) > MOST_NAMES:
+            continue
+        same = next((first for first in leaders if coincide(compared[place].curve, compared[first].curve)), None)
+        if same is None:
+            leaders.append(same := place)
+        names.setdefault(same, []).append(curves[place].name)
+    tags = []
+    for place, curve in ((place, curves[place]) for place in sorted(leaders)):
+        color = None if curve.look is None else curve.look.color
+        tags.append(Tag(f"\n{SAME_AS}".join(names[place]), curve.curve.x[-1], curve.curve.mean[-1], color))
+    return tags
+
+
+def tags_notes(curves: Sequence[Named], tags: Sequence[Tag]) -> list[str]:
+    """What the names at the lines' ends do not say."""
+    notes = ["=: the same curve, to rounding"] if any(f"\n{SAME_AS}" in tag.name for tag in tags) else []
+    grey = sum(curve.look is None for curve in curves)
+    return notes + ([f"grey: {counted(grey, 'more setting')}"] if grey and len(curves) > MOST_NAMES else [])
 
 
 def differences(curves: Sequence[Named], *, from_first: bool = False) -> list[Named]:
@@ -143,20 +173,19 @@ def plot_lines(axis: Axes, curves: Sequence[Named], markers: bool, log_ratio: fl
 
     log_ratio: of the highest to the lowest mean, from which the axis is logarithmic.
     """
-    strong = sum(named.look is not None for named in curves) <= FEW
+    bands = sum(named.look is not None for named in curves)
+    alpha = 0.18 if bands <= FEW else min(0.09, 0.63 / bands)
     for named in curves:
         x, mean, std = named.curve.x, named.curve.mean, named.curve.std
         if named.look is None:
             axis.plot(x, mean, **GREY_LINE)
             continue
-        color, marker = named.look
-        shape: dict[str, Any] = {"linestyle": (0, (4, 2)), "zorder": 4} if named.is_base else {"zorder": 3}
+        color = named.look.color
+        shape: dict[str, Any] = {"linestyle": named.look.dashes, "zorder": 4 if named.is_base else 3}
         if markers and len(x) <= MOST_MARKERS and not named.is_base:
-            shape |= {"marker": marker, "markersize": 3.5}
+            shape |= {"marker": named.look.marker, "markersize": 3.5}
         axis.plot(x, mean, color=color, linewidth=1.5, **shape)
         if std is not None:
-            axis.fill_between(
-                x, mean - std, mean + std, color=color, alpha=0.18 if strong else 0.09, linewidth=0, zorder=2
-            )
+            axis.fill_between(x, mean - std, mean + std, color=color, alpha=alpha, linewidth=0, zorder=2)
     if is_wide([float(value) for named in curves for value in named.curve.mean], log_ratio):
         plain_log(axis)

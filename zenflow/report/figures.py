@@ -17,6 +17,7 @@ from zenflow.report.runs import Run
 from zenflow.training.plot import smooth
 
 CURVE_POINTS = 400
+SAME = 5e-5  # of a loss: less is +0.00% in the tables
 FINAL = "final_"  # before a score's name: its value after the last step
 TRAIN_LAST = 10  # steps whose mean is the last training loss, as in summary.json
 
@@ -134,6 +135,11 @@ def mean_curve(lines: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Curv
         grid = np.linspace(start, end, CURVE_POINTS)
     values = np.stack([np.interp(grid, x, y) for x, y in lines])
     return Curve(grid, values.mean(axis=0), values.std(axis=0, ddof=1) if len(lines) > 1 else None)
+
+
+def coincide(one: Curve, other: Curve) -> bool:
+    """Whether two lines are one to the eye and in the tables: at the same x, with means that are equal to rounding."""
+    return np.array_equal(one.x, other.x) and np.allclose(one.mean, other.mean, rtol=SAME, atol=0)
 
 
 def validation_line(run: Run, over_seconds: bool) -> tuple[list[float], list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import fill
 from typing import Any
@@ -21,10 +22,11 @@ from zenflow.report.study import Study
 WIDTH = 7.0  # inches: both columns of a page
 INK, FAINT, QUIET, GRID = "#222222", "#565c66", "#8a8f98", "#e3e5e8"
 BASELINE = "#000000"
-GREY_LINE = {"color": "#c3c8cf", "linewidth": 0.9, "zorder": 1}
+GREY_LINE = {"color": "#b0b6bf", "linewidth": 0.9, "zorder": 1}
+NAME_SIZE, QUIET_SIZE = 8, 6.5  # points, of names in a colour and in grey
+MOST_NAMES = 24  # settings, up to which those in grey have names, too
 # Okabe and Ito's colours, without the yellow that white paper swallows.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLE = {
     "font.size": 9,
     "text.parse_math": False,  # a $ in a name is one
@@ -51,12 +53,19 @@ STYLE = {
     "savefig.dpi": 200,
     "svg.hashsalt": "zenflow-report",
 }
-# Where a point's name may stand: points of distance, then right and up of it; the first free place is taken.
+# Where a point's name may stand: points of distance, then right and up of it; of places as good, the first is taken.
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
-CANDIDATES = [(distance, right, up) for distance in (7, 14, 22, 32, 44, 60) for right, up in SIDES]
+BETWEEN = tuple((right * one, up * (1.5 - one)) for one in (1, 0.5) for right, up in SIDES[4:])
+CANDIDATES = [
+    *((distance, right, up) for distance in (7, 14, 22) for right, up in SIDES),
+    *((distance, right, up) for distance in (32, 44, 60, 80, 105) for right, up in (*SIDES, *BETWEEN)),
+]
 PADDING = 2  # pixels around a name
-OUT_WEIGHS = 10  # times what a name covers
-LINE_HEIGHT = 0.075  # of a line of text at the lines' ends, as a share of a row's axes
+WEIGHT = 10  # of what a name hides of points and names, its line of names, and the axes' edge of it: times thin lines
+FAR = 1  # square pixels of a thin line that a name may cover, rather than stand a point further off
+MARKER = 5  # points from its middle to its edge, and some air
+LINE_PARTS = 6  # boxes that stand for the line from a point to its name
+LINE_HEIGHT = 0.075  # of a line of a coloured name at the lines' ends, as a share of a row's axes
 WIDE_RATIO = 10  # of the largest to the smallest value, from which an axis is logarithmic
 
 
@@ -84,22 +93,6 @@ def plain_ticks(value: float, _: Any = None) -> str:
     return f"{value:,.12g}"
 
 
-def paint(study: Study) -> dict[str, tuple[str, str]]:
-    """Colour and marker of the settings that stand out, by name: the baseline, each engine's best, then the best.
-
-    Best by the loss at equal steps, in all pictures, so that a setting has one colour. The others, if there are more
-    than there are colours, are drawn in grey and without a name.
-    """
-    figure_name = "final_loss" if study.step is None else "loss_at_equal_steps"
-    others = [setting for setting in study.settings if setting is not study.baseline]
-    ranked = sorted(others, key=lambda setting: setting.mean(figure_name))
-    leaders = {setting.values["engine"]: setting for setting in reversed(ranked)}
-    best = [*leaders.values(), *(setting for setting in ranked if setting not in leaders.values())][: len(PALETTE)]
-    chosen = [setting for setting in others if setting in best]  # in the study's order: colours stay from run to run
-    looks = {setting.name: pair for setting, pair in zip(chosen, zip(PALETTE, MARKERS, strict=True), strict=False)}
-    return looks | ({} if study.baseline is None else {study.baseline.name: (BASELINE, "o")})
-
-
 def entitle(figure: Figure, title: str, notes: Sequence[str] = ()) -> None:
     """The title above and the notes below, at the left, in lines that fit the figure's width."""
     width = figure.get_figwidth()
@@ -118,13 +111,16 @@ def usual_note(study: Study) -> list[str]:
 
 
 def in_lines(label: str, width: int = 30) -> str:
-    """A setting's label in lines that are about so wide, broken between its parts."""
-    lines = [""]
-    for part in label.split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += f"{part}, "
-    return "\n".join(lines).removesuffix(", ").replace(", \n", ",\n")
+    """A setting's label in lines that are about so wide, broken between its parts; of several labels line by line."""
+    done = []
+    for whole in label.split("\n"):
+        lines = [""]
+        for part in whole.split(", "):
+            if lines[-1] and len(lines[-1]) + len(part) > width:
+                lines.append("")
+            lines[-1] += f"{part}, "
+        done.append("\n".join(lines).removesuffix(", ").replace(", \n", ",\n"))
+    return "\n".join(done)
 
 
 def seeds_note(study: Study, what: str) -> list[str]:
@@ -141,43 +137,56 @@ def halo(width: float = 2.5) -> list[Any]:
     return [withStroke(linewidth=width, foreground="white")]
 
 
-def rows_height(names: Sequence[str], height: float) -> float:
+@dataclass(frozen=True)
+class Tag:
+    """A name and the point that it belongs to. color: None for a smaller name in grey. No name: a point without one."""
+
+    name: str
+    x: float
+    y: float
+    color: str | None
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """How the name is written."""
+        return {"color": self.color or FAINT, "fontsize": NAME_SIZE if self.color else QUIET_SIZE}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """How the line from the point to the name is drawn."""
+        return {"arrowstyle": "-", "color": self.color or QUIET, "linewidth": 0.6 if self.color else 0.4, "shrinkB": 3}
+
+
+def _lines_height(tag: Tag) -> float:
+    """Of a name at a line's end, in heights of a coloured line of text."""
+    return (1 + in_lines(tag.name).count("\n")) * tag.text["fontsize"] / NAME_SIZE
+
+
+def rows_height(tags: Sequence[Tag], height: float) -> float:
     """What a row of so many inches must have for all of the names at its lines' ends, one above the other."""
-    return height * max(1.0, LINE_HEIGHT * sum(1 + in_lines(name).count("\n") for name in names))
+    return height * max(1.0, LINE_HEIGHT * sum(map(_lines_height, tags)))
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names at the right of the axes, for lines that end at (x, y): (name, x, y, colour), moved apart where needed.
+def label_ends(axis: Axes, tags: Sequence[Tag]) -> None:
+    """Names at the right of the axes, for lines that end at the tags' points, moved apart where needed.
 
     The limits of the axes must not change any more, nor much their height; it is that of `rows_height`.
     """
-    line_height = LINE_HEIGHT / rows_height([name for name, *_ in ends], 1.0)
-    places = []
-    for name, x, y, color in ends:
-        place = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1]
-        places.append((place, in_lines(name), x, y, color))
-    places.sort(key=lambda place: place[0])
-    sizes = [line_height * (1 + name.count("\n")) for _, name, *_ in places]
-    heights = spread_out([place[0] for place in places], sizes, line_height)
-    for height, (_, name, x, y, color) in zip(heights, places, strict=True):
+    axis.autoscale_view()
+    line_height = LINE_HEIGHT / rows_height(tags, 1.0)
+    to_axes = axis.transData + axis.transAxes.inverted()
+    placed = sorted(((to_axes.transform((tag.x, tag.y))[1], tag) for tag in tags), key=lambda place: place[0])
+    heights = spread_out([at for at, _ in placed], [line_height * _lines_height(tag) for _, tag in placed], line_height)
+    for height, (_, tag) in zip(heights, placed, strict=True):
         axis.annotate(
-            name,
-            (x, y),
+            in_lines(tag.name),
+            (tag.x, tag.y),
             xytext=(1.03, height),
             textcoords="axes fraction",
-            color=color,
             va="center",
-            fontsize=8,
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.6,
-                "alpha": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 3,
-                "relpos": (0, 0.5),
-            },
+            arrowprops=tag.line | {"alpha": 0.6, "shrinkA": 2, "relpos": (0, 0.5), "patchA": None},
+            **tag.text,
         )
 
 
@@ -202,57 +211,69 @@ def spread_out(heights: Sequence[float], sizes: Sequence[float], over: float) ->
 
 
 def label_points(
-    axis: Axes,
-    points: Sequence[tuple[str, float, float, str]],
-    bars: Sequence[tuple[float, float]],
-    border: Sequence[tuple[float, float]] = (),
+    axis: Axes, tags: Sequence[Tag], bars: Sequence[tuple[float, float]], border: Sequence[tuple[float, float]] = ()
 ) -> None:
-    """Names beside points (name, x, y, colour), each where it covers no point, no bar, no border and no earlier name.
+    """Names beside points, each where it covers no point, no bar, no border and no earlier name; the grey ones last.
 
     `bars`: how far each point's error bars reach in x and y. `border`: the corners of a line along the axes. The axes
     must have their limits. A name that is not right beside its point gets a line to it; an empty one is not drawn. With
-    no free place within the axes it covers as little as it can.
+    no free place nearby it covers as little as it can, and its line crosses as little, names least of all.
     """
     figure = axis.figure
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # the layout
     inside = axis.get_window_extent(renderer)
-    taken = [box for point, bar in zip(points, bars, strict=True) for box in _cross(axis, *point[1:3], *bar)]
+    crosses = [_cross(axis, tag.x, tag.y, *bar) for tag, bar in zip(tags, bars, strict=True)]
+    points = _extents([marker for marker, *_ in crosses])
+    lines = [bar for _, *both in crosses for bar in both]
     corners = axis.transData.transform(border) if border else []
-    taken += [
-        Bbox.from_extents(*np.minimum(one, other) - 1, *np.maximum(one, other) + 1) for one, other in pairwise(corners)
-    ]
-    for name, x, y, color in (point for point in points if point[0]):
-        text = axis.annotate(
-            in_lines(name, 24), (x, y), (0, 0), textcoords="offset points", color=color, fontsize=8, linespacing=1.0
-        )
-        text.set_path_effects(halo())
+    lines += [_between(one, other) for one, other in pairwise(corners)]
+    names: list[Bbox] = []
+    for tag in sorted((tag for tag in tags if tag.name), key=lambda tag: tag.color is None):
+        point = (tag.x, tag.y)
+        text = axis.annotate(in_lines(tag.name, 24), point, (0, 0), textcoords="offset points", **tag.text)
+        text.set(linespacing=1.0, path_effects=halo())
         text.set_in_layout(False)  # it lies in the axes, which would move
-        tried = []
+        tried, thin, written, edge = [], _extents(lines), _extents(names), _extents([inside])
         for distance, right, up in CANDIDATES:
             _put(text, distance, right, up)
             box = text.get_window_extent(renderer).padded(PADDING)
-            tried.append((_outside(inside, box) + sum(_overlap(box, other) for other in taken), distance, right, up))
-            if not tried[-1][0]:
+            line = _line(axis, point, distance, right, up)
+            outside = box.width * box.height - _overlap([box], edge)
+            hidden = outside + _overlap([box], points) + _overlap([box], written) + _overlap(line, written)
+            crossed = _overlap([box], thin) + _overlap(line, points) + _overlap(line, thin)
+            cost = WEIGHT * hidden + crossed + (FAR * distance if line else 0)
+            tried.append((cost, distance, right, up, box, line))
+            if not cost:
                 break
-        _, distance, right, up = min(tried, key=lambda place: place[0])
+        _, distance, right, up, box, line = min(tried, key=lambda place: place[0])
         _put(text, distance, right, up)
-        taken.append(text.get_window_extent(renderer).padded(PADDING))
-        if distance > CANDIDATES[0][0] or (right and up):
-            axis.annotate(
-                "",
-                (x, y),
-                (right * distance, up * distance),
-                textcoords="offset points",
-                arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3},
-            )
+        names.append(box)
+        lines += line
+        if line:
+            end = (right * distance, up * distance)
+            axis.annotate("", point, end, textcoords="offset points", arrowprops=tag.line | {"shrinkA": 0})
+
+
+def _line(axis: Axes, point: tuple[float, float], distance: float, right: float, up: float) -> list[Bbox]:
+    """The boxes along the line from a point to its name, in pixels; none where the name is right beside it."""
+    if distance <= CANDIDATES[0][0] and not (right and up):
+        return []
+    start, pixels = axis.transData.transform(point), axis.figure.dpi / 72
+    stops = [start + np.array((right, up)) * at * pixels for at in np.linspace(MARKER + 1, distance, LINE_PARTS + 1)]
+    return [_between(one, other) for one, other in pairwise(stops)]
+
+
+def _between(one: Any, other: Any) -> Bbox:
+    """The box of two corners, at least two pixels wide."""
+    return Bbox.from_extents(*np.minimum(one, other) - 1, *np.maximum(one, other) + 1)
 
 
 def _cross(axis: Axes, x: float, y: float, across: float, upwards: float) -> list[Bbox]:
     """The boxes of a point's marker and of its two bars, in pixels."""
     corners = axis.transData.transform([(x - across, y - upwards), (x, y), (x + across, y + upwards)])
     (left, bottom), (x, y), (right, top) = corners
-    marker, thin = 5 * axis.figure.dpi / 72, 1.0
+    marker, thin = MARKER * axis.figure.dpi / 72, 1.0
     return [
         Bbox.from_extents(x - marker, y - marker, x + marker, y + marker),
         Bbox.from_extents(left, y - thin, right, y + thin),
@@ -260,17 +281,18 @@ def _cross(axis: Axes, x: float, y: float, across: float, upwards: float) -> lis
     ]
 
 
-def _put(text: Annotation, distance: float, right: int, up: int) -> None:
+def _put(text: Annotation, distance: float, right: float, up: float) -> None:
     text.set(position=(right * distance, up * distance))
-    text.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
+    text.set(ha=("center", "left", "right")[int(np.sign(right))], va=("center", "bottom", "top")[int(np.sign(up))])
 
 
-def _overlap(one: Bbox, other: Bbox) -> float:
-    """In square pixels."""
-    common = Bbox.intersection(one, other)
-    return 0.0 if common is None else common.width * common.height
+def _extents(boxes: Sequence[Bbox]) -> np.ndarray:
+    """Left, bottom, right and top, [boxes, 4]."""
+    return np.array([box.extents for box in boxes]).reshape(-1, 4)
 
 
-def _outside(outer: Bbox, inner: Bbox) -> float:
-    """What of `inner` is not in `outer`, which weighs more than what is covered."""
-    return OUT_WEIGHS * (inner.width * inner.height - _overlap(outer, inner))
+def _overlap(boxes: Sequence[Bbox], others: np.ndarray) -> float:
+    """What boxes have in common with others [n, 4], one by one, in square pixels."""
+    each = _extents(boxes)[:, None]
+    sides = np.minimum(each[..., 2:], others[:, 2:]) - np.maximum(each[..., :2], others[:, :2])
+    return float(np.clip(sides, 0, None).prod(axis=-1).sum())

@@ -9,22 +9,23 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from zenflow.report.look import (
-    FAINT,
+    MOST_NAMES,
     QUIET,
+    Tag,
     entitle,
     is_wide,
     label_points,
     page,
-    paint,
     plain_ticks,
     seeds_note,
     usual_note,
 )
+from zenflow.report.paint import Look, paint
 from zenflow.report.settings import ZENFLOW
 from zenflow.report.study import Setting, Study
 from zenflow.terminal import counted
 
-MOST_NAMES = 12  # points, all of which get their names
+GREY = Look(QUIET, "o")
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -48,15 +49,15 @@ def draw(study: Study) -> tuple[str, Any]:
     axis = axes[0, 0]
     best = front(points)
     looks, everyone = paint(study), len(points) <= MOST_NAMES
-    labels, bars = [], []
+    tags, bars = [], []
     for index, (setting, (speed, loss)) in enumerate(zip(study.settings, points, strict=True)):
-        color, marker = looks.get(setting.name, (QUIET, "o"))
+        look = looks.get(setting.name, GREY)
         across, upwards = (setting.spreads[field].std or 0.0 for field in ("tokens_per_second", name))
-        style = {"color": color, "markersize": 5.5, "elinewidth": 0.8, "zorder": 3 if setting.name in looks else 2}
-        axis.errorbar(speed, loss, xerr=across or None, yerr=upwards or None, fmt=marker, **style)
+        style = {"color": look.color, "markersize": 5.5, "elinewidth": 0.8, "zorder": 3 if setting.name in looks else 2}
+        axis.errorbar(speed, loss, xerr=across or None, yerr=upwards or None, fmt=look.marker, **style)
         bars.append((across, upwards))
         named = everyone or index in best or setting.name in looks
-        labels.append((_short(setting, study) if named else "", speed, loss, FAINT if color == QUIET else color))
+        tags.append(Tag(_short(setting, study) if named else "", speed, loss, None if look is GREY else look.color))
     if is_wide([speed for speed, _ in points]):
         axis.set_xscale("log")
     axis.margins(0.16, 0.14)
@@ -65,10 +66,10 @@ def draw(study: Study) -> tuple[str, Any]:
     axis.set(xlabel="speed (tokens/s)", ylabel=f"validation loss {when}")
     axis.xaxis.set_major_formatter(plain_ticks)
     notes = [f"dashed: the front, which no other setting beats in both; better is right and down{_unnamed(study)}"]
-    if unnamed := sum(name == "" for name, *_ in labels):
+    if unnamed := sum(tag.name == "" for tag in tags):
         notes.append(f"grey without a name: {counted(unnamed, 'more setting')}")
     entitle(figure, title, notes + seeds_note(study, "bars") + usual_note(study))
-    label_points(axis, labels, bars, border)
+    label_points(axis, tags, bars, border)
     return title, figure
 
 

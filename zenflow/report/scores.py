@@ -7,11 +7,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from zenflow.report.curves import HEIGHT, named_curves, plot_lines
+from zenflow.report.curves import HEIGHT, end_tags, named_curves, plot_lines, tags_notes
 from zenflow.report.figures import score_line, score_names
 from zenflow.report.look import WIDTH, entitle, label_ends, rows_height, seeds_note, usual_note
 from zenflow.report.study import Study
-from zenflow.terminal import counted
 
 COLUMNS = 2
 
@@ -27,7 +26,8 @@ def draw(study: Study) -> tuple[str, Any] | None:
     title = f"Scores on the held-out samples: {study.title}"
     rows, columns = -(-len(names) // COLUMNS), min(COLUMNS, len(names))
     lines = [named_curves(study, lambda run, name=name: score_line(run, name)) for name in names]
-    heights = [HEIGHT] * (rows - 1) + [rows_height([c.name for c in lines[-1] if c.look is not None], HEIGHT)]
+    tags = end_tags(lines[-1], lines[-1])
+    heights = [HEIGHT] * (rows - 1) + [rows_height(tags, HEIGHT)]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flat)
     for name, axis, curves in zip(names, panels, lines, strict=False):
@@ -37,9 +37,6 @@ def draw(study: Study) -> tuple[str, Any] | None:
         axis.margins(x=0.02)
     for spare in panels[len(names) :]:
         spare.set_axis_off()
-    notes = seeds_note(study, "bands")
-    if grey := sum(curve.look is None for curve in curves):
-        notes.append(f"grey: {counted(grey, 'more setting')}")
-    entitle(figure, title, notes + usual_note(study))
-    label_ends(axis, [(c.name, c.curve.x[-1], c.curve.mean[-1], c.look[0]) for c in curves if c.look is not None])
+    entitle(figure, title, seeds_note(study, "bands") + tags_notes(lines[-1], tags) + usual_note(study))
+    label_ends(panels[len(names) - 1], tags)
     return title, figure
