@@ -20,6 +20,7 @@ from zenflow.bench.proof import Proof
 
 CPU = torch.device("cpu")
 SMALL = ["kernels", "--device", "cpu", "--quick"]
+PICTURES = ("roofline.png", "shares.png")
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def test_every_op_is_measured_and_its_figures_agree(bench, tmp_path):
     assert {row["layout"] for row in models} == {"columns", "rows"} and {row["shape"] for row in models} == {"tiny"}
     assert printed.startswith((tmp_path / "out" / "kernels.md").read_text())
     assert "of copy" in printed and "with sectors" in printed and "x copy" in printed
-    assert (tmp_path / "out" / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    for name in PICTURES:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_with_a_gpu_ours_and_the_compiled_reference_stand_beside(bench, monkeypatch):
@@ -125,7 +127,7 @@ def test_red_tests_leave_no_share(bench, tmp_path):
     assert code == 1
     assert "NO SHARES" in printed and "1 failed" in printed and "of copy |" not in printed
     assert all(float(row["p50_ms"]) > 0 and "share" not in row and "bus_share" not in row for row in rows)
-    assert not (tmp_path / "out" / "roofline.png").exists()
+    assert not [name for name in PICTURES if (tmp_path / "out" / name).exists()]
 
 
 def test_what_was_asked_for_is_measured(bench):

@@ -30,8 +30,9 @@ step.png, with --trace also traces. The tests run first; unless they are green, 
 
 KERNELS_HELP = """\
 Time every kernel beside torch, torch.compile, the well-known kernel for its job and a copy of as many bytes, all in
-this run; then a whole model's parameters in grouped launches. Writes kernels.csv, kernels.md and roofline.png. The
-tests run first; unless they are green, times are printed without shares. kernels/README.md says what each op moves.
+this run; then a whole model's parameters in grouped launches. Writes kernels.csv, kernels.md, roofline.png and
+shares.png. The tests run first; unless they are green, times are printed without shares. kernels/README.md says what
+each op moves.
 
   zenflow-bench kernels
   zenflow-bench kernels --quick --ops fused_step gather_channels --layouts columns

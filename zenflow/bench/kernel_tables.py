@@ -1,16 +1,15 @@
-"""The kernels' figures as tables, and the picture of bandwidth over bytes with the copy's line as its roof."""
+"""The kernels' figures as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from zenflow.bench import tables
 from zenflow.bench.figures import Row
 from zenflow.bench.tables import REMARK, Column, number, share
 
 OURS, REFERENCE, COMPILED, KNOWN = "triton", "torch", "torch.compile", "known kernel"
-LOOKS = {OURS: ("o", "#1d4ed8"), REFERENCE: ("x", "#9aa5b1"), COMPILED: ("+", "#0f766e"), KNOWN: ("1", "#c2410c")}
+LAUNCHES = "its launches are in the time"  # the remark of a call that was not captured in a graph
 SHARES = ("share", "bus_share", "times_copy", "times_bus_copy")
 LEGEND = """\
 p20, p50, p80: of the calls, second-level cache flushed before each. GB/s: the bytes that the job must move, by p50.
@@ -74,33 +73,3 @@ def without_shares(rows: Sequence[Row]) -> list[Row]:
 def report(rows: Sequence[Row], heading: Sequence[str]) -> str:
     """All tables that have rows, the heading above them, what the words mean below."""
     return tables.report(rows, heading, TABLES, LEGEND)
-
-
-def save_picture(rows: Sequence[Row], copies: dict[int, float], title: str, path: Path) -> None:
-    """Write a PNG: GB/s over bytes of the ops' rows, beneath the copy's (`copies`: bytes -> ms).
-
-    Needs matplotlib; errors: ImportError without it.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    axis = figure.subplots()
-    roof = [moved / ms / 1e6 for moved, ms in copies.items()]
-    axis.plot(list(copies), roof, color="#111827", linewidth=1.5, marker=".", label="copy: the roof")
-    for name, (marker, color) in LOOKS.items():
-        mine = [row for row in rows if (row["contestant"] if row["contestant"] in LOOKS else KNOWN) == name]
-        if mine:
-            places = ([row[field] for row in mine] for field in ("bytes", "gb_per_s"))
-            axis.plot(*places, marker, color=color, label=name, markersize=6)
-        if name == OURS:
-            for row in mine:
-                text = f" {row['op']} {row['layout']} {row['dtype']}"
-                axis.annotate(text, (row["bytes"], row["gb_per_s"]), fontsize=5, rotation=20)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("bytes that the job must move")
-    axis.set_ylabel("GB/s, by the median")
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=120)

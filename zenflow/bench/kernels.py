@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from zenflow_kernels import cards
 
-from zenflow.bench import kernel_tables, tables
+from zenflow.bench import kernel_picture, kernel_tables, tables
 from zenflow.bench.figures import Row
 from zenflow.bench.kernel_clock import Clock, Times
 from zenflow.bench.kernel_model import model_ops, parameter_problems
 from zenflow.bench.kernel_ops import OPS, REFERENCE_NAMES, Call, Work
 from zenflow.bench.kernel_problem import Moved, Problem, make_problem
-from zenflow.bench.kernel_tables import COMPILED, OURS, REFERENCE
+from zenflow.bench.kernel_tables import COMPILED, LAUNCHES, OURS, REFERENCE
 from zenflow.bench.kernel_tune import SHIPPED, card_entry, entry_of, tune
 from zenflow.bench.session import Session
 
@@ -98,7 +98,7 @@ class KernelSession(Session):
             times = measure()
             row |= self.figures(times, moved) | {"captured": times.captured}
             if self.on_gpu and not times.captured:
-                row["note"] = ", ".join(filter(None, [row.get("note"), "its launches are in the time"]))
+                row["note"] = ", ".join(filter(None, [row.get("note"), LAUNCHES]))
         except Exception as error:  # one op's fault costs its own row alone
             row["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         self.rows.append(row)
@@ -120,20 +120,25 @@ class KernelSession(Session):
         }
 
     def save(self, final: bool = False) -> str:
-        """Write kernels.csv and kernels.md, and roofline.png at the end; the text of kernels.md."""
+        """Write kernels.csv and kernels.md, and the pictures at the end; the text of kernels.md."""
         rows = self.rows if self.proof.green else kernel_tables.without_shares(self.rows)
         text = kernel_tables.report(rows, self.heading("Kernels", "SHARES")) + (self.constants() if final else "")
         (self.folder / "kernels.md").write_text(text, encoding="utf-8")
         tables.write_csv(rows, self.facts, self.folder / "kernels.csv")
-        shown = [row for row in self.rows if row["table"] == "op" and "error" not in row]
-        if final and shown and self.proof.green:
-            try:
-                kernel_tables.save_picture(
-                    shown, self.clock.copies(), self.facts["gpu"] or "CPU", self.folder / "roofline.png"
-                )
-            except ImportError as error:
-                self.say(f"no roofline.png: {error}")
+        if final and self.proof.green:
+            self.draw()
         return text
+
+    def draw(self) -> None:
+        """roofline.png and shares.png, if an op has figures and matplotlib is there."""
+        shown = [row for row in self.rows if row["table"] == "op" and "error" not in row]
+        title = f"{self.facts['gpu'] or 'CPU'}, torch {self.facts['torch']}, triton {self.facts['triton']}"
+        if shown:
+            try:
+                kernel_picture.save_roofline(shown, self.clock.copies(), title, self.folder / "roofline.png")
+                kernel_picture.save_shares(self.rows, title, self.folder / "shares.png")
+            except ImportError as error:
+                self.say(f"no pictures: {error}")
 
     def constants(self) -> str:
         """What a search found for this card, as the lines that ship it; empty without one, and with red tests."""
