@@ -182,6 +182,12 @@ class TestRoofline:
         assert notes(figure) == ""
         check_that_all_can_be_read(figure)
 
+    def test_with_ours_for_a_small_op_alone_the_others_are_drawn(self):
+        rows = [row("close_step", "whole", "bf16"), row("fused_step", "rows", "bf16", REFERENCE)]
+        figure = drawn(save_roofline, rows, COPIES)
+        assert list(points(figure.axes[0])) == ["fused_step rows bf16 torch"]
+        assert "close_step; see shares.png" in notes(figure)
+
     def test_without_ours_it_is_about_torch(self):
         rows = [row("fused_step", "rows", "bf16", REFERENCE), row("partial_norms", "whole", "bf16", "vector_norm")]
         figure = drawn(save_roofline, rows, COPIES)

@@ -80,8 +80,9 @@ def save_roofline(rows: Sequence[Row], copies: dict[int, float], title: str, pat
 
     from zenflow.report.look import STYLE, entitle, page
 
-    main, small = foremost(rows), out_of_reach(rows)
+    small = out_of_reach(rows)
     near = [row for row in rows if (row["numel"], row["op"]) not in small]
+    main = foremost(near)
     shown = [row for row in near if who(row) in (main, *FAINT_SHAPES)]
     sizes = list(dict.fromkeys(row["numel"] for row in shown))
     with rc_context(STYLE):
