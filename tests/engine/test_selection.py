@@ -30,6 +30,7 @@ from tests.processes import ends_within, within
 from zenflow import WorkerError, ZenFlow, exchange, selection
 from zenflow.bias import bias_table
 from zenflow.client import WorkerClient
+from zenflow.predictions import visible_shadow
 
 LIMIT = 5.0  # seconds in which a dead worker must be noticed
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "topk_ratio": 0.3, "update_interval": 2, "select_interval": 2}
@@ -141,6 +142,39 @@ def test_slots_invert_the_owners_and_the_worker_keeps_no_moments_of_theirs(
                 engine._pipeline.wait_for_worker()
                 for moment in record.host[1:]:
                     assert not moment.index_select(1 if channel_dim == "column" else 0, owners).any()
+
+
+@pytest.mark.parametrize("given", [{}, {"ring_dtype": "float32"}, {"accumulate_on": "host"}], ids=str)
+@pytest.mark.parametrize("stagger", [False, True], ids=["together", "staggered"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_shadow_of_what_is_visible_follows_selections_and_nobody_reads_the_other(
+    dtype: str, stagger: bool, given: dict[str, Any], device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every step the one holds each deferred weight; NaN in the other, while nothing is on its way in it, is
+    gone before anything comes of it, also where states are saved and weights compared."""
+    monkeypatch.setattr(selection, "PART_BYTES", 64)
+    settings = SETTINGS | {"update_interval": 3, "visible_after": 1, "weight_prediction": 1.0, "stagger": stagger}
+    pair = Pair(build, make_parameters(SHAPES, DTYPES[dtype], device), **settings | given)
+    pipeline, spoilt = pair.engine._pipeline, 0
+    for grads in make_gradients(SHAPES, DTYPES[dtype], 14):
+        pair.step(grads)
+        pipeline.wait_for_worker()
+        pending = pipeline.uploads.pending_storages()
+        for record in (record for record in pipeline.records if record.storage is not None):
+            weight = record.weight.cpu()
+            shown = visible_shadow(record, pending=record.storage in pending).clone()
+            axis = 1 if record.kind == "column" else 0
+            shown.index_copy_(axis, record.selected, weight.index_select(axis, record.selected))
+            assert_same_bits(shown, weight, record.name)
+        for storage in set(pipeline.storages) - pending:
+            storage.shadow(storage.memory.turn(0)).fill_(float("nan"))
+            spoilt += 1
+        pair.engine.state_dict()
+        with torch.no_grad():
+            for parameter in pair.parameters:  # compared with what is visible, and found to be the same
+                parameter.mul_(1.0)
+    pair.check_state()
+    assert spoilt > 14 / 3 and pair.engine.stats().selections > 3
 
 
 def state_with_a_stranger(build: Builder, device: str, stream: list[Any], **settings: Any) -> dict[str, Any]:
