@@ -128,7 +128,8 @@ for part in "${parts[@]}"; do
         continue
     fi
     [[ -e $folder/.ended/baselines ]] || sweep baselines engine "$baselines" "$@"
-    sweep "ablation_$part" "$part" "$(own "$part")" "$@"
+    variants=$(own "$part")
+    sweep "ablation_$part" "$part" "$variants" "$@"
     run "report/ablation_$part" zenflow.report "$folder/ablation_$part" "$folder/baselines" \
         --out "$folder/report/ablation_$part"
 done

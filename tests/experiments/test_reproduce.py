@@ -37,3 +37,14 @@ def test_what_reproduce_does_not_know_is_named(tmp_path):
     assert "SIZE is 'medium'; allowed: debug, small, full." in reproduce(tmp_path, "medium").stderr
     assert "PARTS names 'topk'; allowed: locality" in reproduce(tmp_path / "new", "debug", PARTS="topk").stderr
     assert reproduce(tmp_path / "new", "debug", PARTS="topk").returncode == 2
+
+
+def test_a_list_of_variants_that_cannot_be_read_ends_it(tmp_path):
+    """And does not make of the ablation the one run that has no variant."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] && exit 3\necho "runs $*"\n')
+    python.chmod(0o755)
+    made = reproduce(tmp_path / "made", "debug", PARTS="engine", PYTHON=str(python))
+    assert made.returncode == 3
+    assert made.stdout.count("runs -m experiments.train") == 1, "the baselines alone"
+    assert [path.name for path in (tmp_path / "made" / ".ended").iterdir() if path.name != "settings"] == ["baselines"]
