@@ -27,7 +27,7 @@ from tests.engine.driving import (
 )
 from tests.engine.test_checkpoint_moves import moved
 from tests.processes import ends_within, within
-from zenflow import WorkerError, ZenFlow, exchange, selection
+from zenflow import WorkerError, ZenFlow, exchange, migration
 from zenflow.bias import bias_table
 from zenflow.client import WorkerClient
 from zenflow.predictions import visible_shadow
@@ -46,7 +46,7 @@ def test_first_owners_after_a_load_come_while_a_result_is_on_its_way(
     predicted: float, ring_dtype: str, device: str, build: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their state travels through the ring, where the others' result may lie, or what is visible meanwhile."""
-    monkeypatch.setattr(selection, "PART_BYTES", 512)
+    monkeypatch.setattr(migration, "PART_BYTES", 512)
     settings = SETTINGS | {"select_interval": 100, "update_interval": 3, "weight_prediction": predicted}
     settings |= {"ring_dtype": ring_dtype}
     pair = Pair(build, make_parameters(SHAPES, torch.bfloat16, device), **settings)
@@ -102,7 +102,7 @@ def test_parts_of_any_size_carry_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Down to one element a part, less than a row or a channel of any matrix."""
-    monkeypatch.setattr(selection, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(migration, "PART_BYTES", part_bytes)
     pair = Pair(
         build, make_parameters(SHAPES, DTYPES[dtype], device), **SETTINGS,
         channel_dim=channel_dim, on_reselect=on_reselect,
@@ -152,7 +152,7 @@ def test_the_shadow_of_what_is_visible_follows_selections_and_nobody_reads_the_o
 ) -> None:
     """After every step the one holds each deferred weight; NaN in the other, while nothing is on its way in it, is
     gone before anything comes of it, also where states are saved and weights compared."""
-    monkeypatch.setattr(selection, "PART_BYTES", 64)
+    monkeypatch.setattr(migration, "PART_BYTES", 64)
     settings = SETTINGS | {"update_interval": 3, "visible_after": 1, "weight_prediction": 1.0, "stagger": stagger}
     pair = Pair(build, make_parameters(SHAPES, DTYPES[dtype], device), **settings | given)
     pipeline, spoilt = pair.engine._pipeline, 0
@@ -260,7 +260,7 @@ def test_e7_a_worker_that_dies_in_an_exchange_is_an_error(
     moment: str, device: str, build: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, end = WorkerClient.begin_exchange, WorkerClient.end_exchange
-    monkeypatch.setattr(selection, "PART_BYTES", 64)
+    monkeypatch.setattr(migration, "PART_BYTES", 64)
 
     def begin_exchange(client: WorkerClient, *args: Any) -> None:
         if moment == "before":

@@ -8,7 +8,7 @@ from tests.ring_model.setup import Setup
 
 
 class Exchanges(Sending):
-    """`selection._Exchange`; exchanges: how many parts have been ordered."""
+    """`migration.Migration`; exchanges: how many parts have been ordered."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -24,7 +24,7 @@ class Exchanges(Sending):
             self.shown |= {(self._turn(bucket), bucket): LOST for bucket in self.buckets}
 
     def _exchange(self, segment: int) -> None:
-        """Parts go through two halves of the idle ring, see `selection._Exchange.run`."""
+        """Parts go through two halves of the idle ring, see `migration.Migration.run`."""
         window = self.latest[segment]
         parts = [(segment, part, self._half(segment, part)) for part in range(1, self.setup.parts + 1)]
         self._leave(window, *parts[0])
@@ -43,21 +43,21 @@ class Exchanges(Sending):
             if following:
                 self._order(window, *following[0])
             reads = {half: (window, part, 1)}
-            self.compute.push(("enter", self.step, part, segment), "zenflow.selection:_Exchange._enter", reads)
+            self.compute.push(("enter", self.step, part, segment), "zenflow.migration:Migration._enter", reads)
 
     def _half(self, segment: int, part: int) -> int:
-        """`selection._idle_half`: the next window's lane, or those of the one that has just been sent."""
+        """`migration._idle_half`: the next window's lane, or those of the one that has just been sent."""
         members = self._members(segment)
         turn = (self.uses[segment] - self.setup.on_host) % 2
         return self._lane(turn, 0, members[0] if part % 2 else members[-1])
 
     def _leave(self, window: int, segment: int, part: int, half: int) -> None:
-        where = "zenflow.selection:_Exchange._leave"
+        where = "zenflow.migration:Migration._leave"
         self.compute.push(("leave", self.step, part, segment), where, writes={half: (window, part, 0)})
         self.arrived = self.compute.event()
 
     def _order(self, window: int, segment: int, part: int, half: int) -> None:
-        where = "zenflow.selection:_Exchange._order"
+        where = "zenflow.migration:Migration._order"
         if self._has("selection: what leaves has arrived before the worker is told"):
             self._host(("arrived", self.step, part), where, after=(self.arrived,))
         self.exchanges += 1

@@ -21,7 +21,7 @@ ORDERS = {
     "f: the shadow before done": "zenflow.header:Header.finish",
     "predictions: the last upload before masters take its shadow": "zenflow.predictions:replace_predictions",
     "cohorts: a result arrives before the next one takes its place": "zenflow.window_end:end_windows",
-    "selection: what leaves has arrived before the worker is told": "zenflow.selection:_Exchange._order",
+    "selection: what leaves has arrived before the worker is told": "zenflow.migration:Migration._order",
     "selection: the worker has answered before what enters is copied": "zenflow.client:WorkerClient.end_exchange",
 }
 

@@ -22,9 +22,9 @@ from tests.ring_model.setup import Setup
 from zenflow import ZenFlow, owners, visible
 from zenflow import step as step_module
 from zenflow.client import WorkerClient
+from zenflow.migration import Migration
 from zenflow.param_record import ParamRecord
 from zenflow.ring import SegmentMemory
-from zenflow.selection import _Exchange
 from zenflow.sending import Sender
 from zenflow.storage import SegmentStorage
 from zenflow.upload_check import UploadCheck
@@ -178,18 +178,18 @@ class NotingEngine:
         before(Sender, "_copy", self._log)
         before(ParamRecord, "lane", self._lane)
         before(Uploader, "copy", self._upload)
-        before(_Exchange, "_leave", self._leave)
-        before(_Exchange, "_enter", self._enter)
+        before(Migration, "_leave", self._leave)
+        before(Migration, "_enter", self._enter)
         monkeypatch.setattr(owners, "choose_channels", self._choose)
         before(WorkerClient, "begin_exchange", lambda *_: self.note("order", self.step))
         before(WorkerClient, "end_exchange", lambda *_: self.note("answer", self.step))
-        made = _Exchange.__init__
+        made = Migration.__init__
 
-        def with_events(exchange: _Exchange, *args: Any) -> None:
-            made(exchange, *args)
-            exchange.arrived = [NotingEvent(self), NotingEvent(self)]
+        def with_events(migration: Migration, *args: Any) -> None:
+            made(migration, *args)
+            migration.arrived = [NotingEvent(self), NotingEvent(self)]
 
-        monkeypatch.setattr(_Exchange, "__init__", with_events)
+        monkeypatch.setattr(Migration, "__init__", with_events)
         poison = UploadCheck.poison
 
         def noting(check: UploadCheck, sent: Sent) -> bool:
@@ -219,17 +219,17 @@ class NotingEngine:
     def _upload(self, uploader: Uploader, sent: Sent) -> None:
         self.uploads.push(("upload", self._bucket(sent), sent.window), "")
 
-    def _leave(self, exchange: _Exchange, number: int) -> None:
+    def _leave(self, migration: Migration, number: int) -> None:
         self.part = number + 1
-        self.compute.push(("leave", self.step, self.part, exchange.segment), "")
+        self.compute.push(("leave", self.step, self.part, migration.segment), "")
 
     def _choose(self, records: Sequence[ParamRecord], *_: Any) -> list[Tensor]:
         """Always the other half: a selection moves all it has, in as many parts as state tensors."""
         self.half ^= 1
         return [torch.arange(self.half, 8, 2) for _ in records]
 
-    def _enter(self, exchange: _Exchange, number: int) -> None:
-        self.compute.push(("enter", self.step, number + 1, exchange.segment), "")
+    def _enter(self, migration: Migration, number: int) -> None:
+        self.compute.push(("enter", self.step, number + 1, migration.segment), "")
 
     def _gradient(self, bucket: int) -> None:
         self.compute.push(("backward", self.step, bucket), "")
