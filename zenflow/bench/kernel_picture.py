@@ -115,8 +115,8 @@ def _draw_points(axis: Any, rows: Sequence[Row]) -> None:
         if who(row) in FAINT_SHAPES:
             look = {"marker": FAINT_SHAPES[who(row)], "markersize": 4.5, "alpha": 0.5, "zorder": 2}
         else:
-            fill = "white" if row["dtype"] == "fp32" else color
-            look = {"marker": SHAPES[row["layout"]], "markersize": 5.5, "mfc": fill, "zorder": 3}
+            inside = "white" if row["dtype"] == "fp32" else color
+            look = {"marker": SHAPES[row["layout"]], "markersize": 5.5, "mfc": inside, "zorder": 3}
         axis.plot(row["bytes"], row["gb_per_s"], color=color, linestyle="", label=_name(row), **look)
 
 
@@ -146,13 +146,12 @@ def _draw_copies(axis: Any, copies: dict[int, float]) -> None:
 
 def _write_letters(axis: Any, rows: Sequence[Row]) -> None:
     """Each op's letter beside its points, where it covers neither a point nor the roof."""
-    from zenflow.report.look import INK, label_points
+    from zenflow.report.look import INK, Tag, label_points
 
-    points = [
-        ("" if who(row) in FAINT_SHAPES else _letter(row["op"]), row["bytes"], row["gb_per_s"], INK) for row in rows
-    ]
+    letters = ["" if who(row) in FAINT_SHAPES else _letter(row["op"]) for row in rows]
+    tags = [Tag(name, row["bytes"], row["gb_per_s"], INK) for name, row in zip(letters, rows, strict=True)]
     roof = next(line for line in axis.lines if line.get_label() == ROOF)
-    label_points(axis, points, [(0.0, 0.0)] * len(points), list(zip(*roof.get_data(), strict=True)))
+    label_points(axis, tags, [(0.0, 0.0)] * len(tags), list(zip(*roof.get_data(), strict=True)))
 
 
 def _a_decade(values: Iterable[float]) -> tuple[float, float]:
@@ -166,14 +165,14 @@ def _explain_roofline(figure: Any, rows: Sequence[Row], main: str, small: Sequen
     """At the left the ops with their letters, at the right what shapes, filling and faint signs mean."""
     from matplotlib.lines import Line2D
 
-    def sign(label: str, marker: str, color: str = "#6b7280", fill: str | None = None, **style: Any) -> Any:
-        return Line2D([], [], linestyle="", marker=marker, color=color, mfc=fill or color, label=label, **style)
+    def sign(label: str, marker: str, color: str = "#6b7280", inside: str | None = None, **style: Any) -> Any:
+        return Line2D([], [], linestyle="", marker=marker, color=color, mfc=inside or color, label=label, **style)
 
     ops = [op for op in SHADES if any(row["op"] == op for row in rows)]
     dtypes = {row["dtype"]: "white" if row["dtype"] == "fp32" else None for row in rows}
     kinds = [Line2D([], [], label=ROOF, **ROOF_LINE)]
     kinds += [sign(layout, SHAPES[layout]) for layout in SHAPES if any(row["layout"] == layout for row in rows)]
-    kinds += [sign(f"{MEANINGS[main]}, {dtype}", "o", fill=fill) for dtype, fill in dtypes.items()]
+    kinds += [sign(f"{MEANINGS[main]}, {dtype}", "o", inside=inside) for dtype, inside in dtypes.items()]
     kinds += [
         sign(MEANINGS[kind], marker, alpha=0.6)
         for kind, marker in FAINT_SHAPES.items()
