@@ -166,6 +166,7 @@ def load(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict
 
 
 def _take_over(pipeline: Pipeline, state: State, engine: dict[str, Any], indices: dict[int, int]) -> None:
+    """`load`'s part that must not be broken off."""
     pipeline.clock.load_state_dict(engine["clock"])
     pipeline.hyper_log = [[tuple(group) for group in row] for row in engine["hyper_log"]]
     if predicts(engine["config"]) and not pipeline.config.predicts:

@@ -16,7 +16,7 @@ from zenflow.cpu_pass import rounded_in_torch
 from zenflow.native import ORDER, OUT_KINDS, Native
 from zenflow.ring import SegmentMemory
 
-NOWHERE = -1  # for `Order.block`: no value travels; for `Order.shown`: what is visible knows the weights already
+NOWHERE = -1  # for `Order.block`: no value travels; for `Order.shown`: no shadow takes the weights
 SERIAL_BELOW = 32768  # elements that move: fewer are not worth a thread
 
 

@@ -35,7 +35,10 @@ def coming_turn(storage: SegmentStorage) -> int:
 
 
 def visible_turn(storage: SegmentStorage, *, pending: bool) -> int:
-    """The worker never has what is visible in hand: the next window takes its turn once the result is visible."""
+    """The turn of the shadow with what is visible; pending: a result is on its way, in the other.
+
+    The worker never has what is visible in hand: the next window takes its turn once the result is visible.
+    """
     return storage.memory.turn(0) ^ (not pending)
 
 

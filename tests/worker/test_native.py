@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -132,6 +133,18 @@ def test_every_word_of_cc_is_run_and_makes_a_library_of_its_own(library, monkeyp
         native.build(cache)
     assert (tmp_path / "log").read_text() == "cc\ncc\n"
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("kind", ["SOURCES", "HEADERS"])
+def test_a_changed_source_or_header_makes_a_library_of_its_own(kind, library, monkeypatch, tmp_path):
+    sources = tmp_path / "sources"
+    shutil.copytree(native.SOURCES[0].parent, sources)
+    for name in ("SOURCES", "HEADERS"):
+        monkeypatch.setattr(native, name, tuple(sources / path.name for path in getattr(native, name)))
+    before = native.build(tmp_path)
+    changed = getattr(native, kind)[0]
+    changed.write_text(changed.read_text() + "/* changed */\n")
+    assert native.build(tmp_path) != before
 
 
 def test_a_cc_that_is_no_command_is_named(monkeypatch, tmp_path):

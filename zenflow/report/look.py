@@ -172,7 +172,7 @@ def label_ends(axis: Axes, tags: Sequence[Tag]) -> None:
 
     The limits of the axes must not change any more, nor much their height; it is that of `rows_height`.
     """
-    axis.autoscale_view()
+    axis.autoscale_view()  # the limits are settled only where someone reads them
     line_height = LINE_HEIGHT / rows_height(tags, 1.0)
     to_axes = axis.transData + axis.transAxes.inverted()
     placed = sorted(((to_axes.transform((tag.x, tag.y))[1], tag) for tag in tags), key=lambda place: place[0])

@@ -44,7 +44,7 @@ def paint(study: Study) -> dict[str, Look]:
     """The looks of the settings that have a colour, by name; the others are drawn in grey, with smaller names.
 
     The baseline is black. Where there are more settings than colours, those that have the baseline's losses come last,
-    and what only is there to be compared with gets none then; without a scale each engine's best come first, and the
+    and of these what is there only to be compared with has none; without a scale each engine's best come first, and the
     best by the loss at equal steps.
     """
     others = [setting for setting in study.settings if setting is not study.baseline]
