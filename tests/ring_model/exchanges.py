@@ -20,7 +20,7 @@ class Exchanges(Sending):
         self._synchronize(self.compute, "zenflow.selection:_fetch")
         for segment in range(self.setup.segments):
             self._exchange(segment)
-        if self.setup.predicts:  # the shadows that are not told, and whose lanes the exchange may have used
+        if self.setup.predicts:  # the other shadows, whose lanes the exchange may have used
             self.shown |= {(self._turn(bucket), bucket): LOST for bucket in self.buckets}
 
     def _exchange(self, segment: int) -> None:
