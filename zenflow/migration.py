@@ -6,9 +6,9 @@ becomes the weight, which is the master rounded to the nearest, and a weight tha
 
 State travels through the ring, which is pinned and idle, in *parts* of many blocks. Half of it holds the part that the
 worker has in hand (`exchange.py`): it takes the values that have come from the device and puts those that go there in
-their place. Meanwhile the device copies into and out of the other half. Where predictions may be visible, the weights of
-the channels that the worker gets, their rounded masters, also go into the shadow of what is visible. Where a lane of the
-ring is a shadow, the parts use the one for the next gradient, in which nothing is that is still needed, except
+their place. Meanwhile the device copies into and out of the other half. Where predictions may be visible, the weights
+of the channels that the worker gets, their rounded masters, also go into the shadow of what is visible. Where a lane of
+the ring is a shadow, the parts use the one for the next gradient, in which nothing is that is still needed, except
 while a result of the segment is on its way, which a parameter's first owners do not wait for: then its content is put
 back afterwards.
 """
