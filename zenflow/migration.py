@@ -36,12 +36,12 @@ PART_BYTES = 32 << 20  # of values in a part, at most: a few milliseconds of the
 
 @dataclass
 class Traffic:
-    """Bytes that a selection moved, and how many channels were selected and changed owner."""
+    """Bytes that a selection moved, how many channels are selected, and how many of them were not before."""
 
     to_host: int = 0
     to_device: int = 0
-    moved: int = 0
     selected: int = 0
+    entered: int = 0
 
 
 @dataclass(eq=False)

@@ -53,6 +53,6 @@ def select(pipeline: Pipeline, records: Sequence[ParamRecord], step: int, ahead:
     pipeline.telemetry.add(bytes_to_host=traffic.to_host, bytes_to_device=traffic.to_device)
     pipeline.counters["selections"] += 1
     logger.info(
-        "selection at step %d: %d channels of %d parameters selected, %d changed owner",
-        step, traffic.selected, len(records), traffic.moved,
+        "selection at step %d: %d channels of %d parameters selected, %d of them new",
+        step, traffic.selected, len(records), traffic.entered,
     )  # fmt: skip

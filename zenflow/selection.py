@@ -54,12 +54,12 @@ def give_owners(
         updates = int(advances[record.index]) - ahead
         if record.untouched:
             _take_weights(record, owners, on_device, updates)
-            traffic.moved += len(owners)
+            traffic.entered += len(owners)
             continue
         move = Move.plan(record, owners, on_device, start, updates, reset)
         if move is not None:
             moves.append(move)
-            traffic.moved += len(move.leaving) + len(move.entering)
+            traffic.entered += len(move.entering)
     upload_positions(moves)
     for storage in {move.record.storage: None for move in moves}:
         there = [move for move in moves if move.record.storage is storage]
