@@ -209,7 +209,8 @@ class SegmentPass:
                 _apply_in_torch(cut, scaled, updates, part)
             if self.out is not None:
                 shown = cut[0] if old is None else cut[0] + plan.prediction * (cut[0] - old)
-                self.out[span].reshape(shape)[part] = rounded_in_torch(shown.numpy(), arrays.out_dtype)
+                out = torch.from_numpy(self.out[span]).view(getattr(torch, arrays.out_dtype)).view(shape)
+                round_to(out[part], shown)
 
     def _lane_in_torch(self, offset: int, span: slice) -> Tensor:
         import torch
@@ -219,13 +220,10 @@ class SegmentPass:
         return torch.from_numpy(lane).view(getattr(torch, self.arrays.ring_dtype))
 
 
-def rounded_in_torch(values: np.ndarray, dtype: str) -> np.ndarray:
-    """fp32 values as "bfloat16" or "float16", their bits as uint16, or as "float32"; of their shape."""
-    import torch
-
-    rounded = torch.from_numpy(values).to(getattr(torch, dtype), copy=True)
-    rounded[rounded != rounded] = float("nan")  # one NaN for all: torch's vector and scalar code write different ones
-    return (rounded if dtype == "float32" else rounded.view(torch.uint16)).numpy()
+def round_to(out: Tensor, values: Tensor) -> None:
+    """`out` takes fp32 `values` of its shape, on the CPU, in its own dtype: what the compiled pass writes."""
+    out.copy_(values)
+    out[out != out] = float("nan")  # one NaN for all: torch's vector and scalar code write different ones
 
 
 def _updates_in_torch(plan: Plan, matrix: Matrix, piece: Piece) -> Iterator[tuple]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zenflow.cpu_pass import rounded_in_torch
+from zenflow.cpu_pass import round_to
 from zenflow.native import ORDER, OUT_KINDS, Native
 from zenflow.ring import SegmentMemory
 
@@ -108,7 +108,16 @@ def _carry_out_one(memory: SegmentMemory, order: Order) -> None:
             state[leave] = block
             if order.shown != NOWHERE:
                 shown = _shown(memory, order).reshape(matrix.rows, matrix.cols)
-                shown[leave] = rounded_in_torch(block, memory.segment.weight_dtype)
+                shown[leave] = _rounded(block, memory.segment.weight_dtype)
         block[:] = state[enter]
     if order.clear:
         state[enter] = 0
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 values as weights of this dtype, as a shadow has them: fp32, or 16 bits of the others."""
+    import torch
+
+    rounded = torch.empty(values.shape, dtype=getattr(torch, dtype))
+    round_to(rounded, torch.from_numpy(values))
+    return (rounded if dtype == "float32" else rounded.view(torch.uint16)).numpy()

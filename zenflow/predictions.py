@@ -3,8 +3,8 @@
 A weight is then neither the rounded master nor to be reckoned from it. So the worker writes to two shadows, one for
 each turn of the windows' records: one holds what is visible, also while a result is on its way in the other. Where they
 are lanes of the ring (`Segment.in_place`), the other has the window's gradient before. Whatever else changes weights
-tells the shadows: a selection (of the channels that the worker gets), changes from outside, a load, and `flush()`,
-after which masters are visible.
+tells the shadows: changes from outside, a load, and `flush()`, after which masters are visible. A selection tells the
+one with what is visible, of the channels that the worker gets: the next window writes the other whole.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zenflow.config import ZenFlowConfig
+from zenflow.cpu_pass import round_to
 from zenflow.driver import stream_words
 from zenflow.geometry import Bucket, Segment, lay_out_for
 from zenflow.matrices import DTYPE_NAMES, Newcomer, matrix_shape
@@ -109,10 +110,9 @@ class SegmentStorage:
 
 
 def _round(values: Tensor, rounded: Tensor) -> None:
-    """`rounded` takes `values`, both `[n]` on the CPU, in its own dtype; NaN is the worker's one for all."""
+    """`round_to`, both `[n]`, a piece at a time."""
     for piece, target in zip(values.split(_CHUNK), rounded.split(_CHUNK), strict=True):
-        target.copy_(piece)
-        target[target != target] = float("nan")
+        round_to(target, piece)
 
 
 def _free(pins: Pins, memory: SegmentMemory) -> None:

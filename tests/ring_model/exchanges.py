@@ -64,8 +64,8 @@ class Exchanges(Sending):
         self._host(("order", self.step, part), where, writes=((self.told, self.exchanges),))
         written = [(self._cell("master", bucket), window) for bucket in self._members(segment)]
         if self.setup.predicts:
-            visible = {(self._turn(bucket) ^ 1, bucket) for bucket in self._members(segment)}
-            written += [(self._shadow(turn, bucket), self.shown[turn, bucket]) for turn, bucket in sorted(visible)]
+            visible = [(self._turn(bucket) ^ 1, bucket) for bucket in self._members(segment)]
+            written += [(self._shadow(turn, bucket), self.shown[turn, bucket]) for turn, bucket in visible]
         self.worker += [
             Op(
                 ("exchange", self.step, part, segment),

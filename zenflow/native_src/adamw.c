@@ -143,16 +143,6 @@ static int factors(const piece_t *piece, const plan_t *plan, long update, long f
     return 1;
 }
 
-INLINE void round_to(uint16_t *restrict out, const float *restrict p, long length, int kind) {
-#pragma omp simd
-    for (long i = 0; i < length; i++) out[i] = kind == OUT_BF16 ? to_bf16(p[i]) : to_f16(p[i]);
-}
-
-INLINE void copy(float *restrict out, const float *restrict p, long length) {
-#pragma omp simd
-    for (long i = 0; i < length; i++) out[i] = to_f32(p[i]);
-}
-
 /* new + a * (new - old), each operation rounded. */
 INLINE void predict(float *restrict out, const float *restrict p, const float *restrict old, float a, long length) {
 #pragma omp simd
@@ -170,13 +160,6 @@ INLINE void stream_line(char *to, const char *from) {
 #else
     memcpy(to, from, LINE);
 #endif
-}
-
-/* As OUT kind, by plain stores: also over the gradient that has just been read, and is in the caches. */
-INLINE void write_plain(char *out, const float *p, long length, int kind) {
-    if (kind == OUT_BF16) round_to((uint16_t *)out, p, length, OUT_BF16);
-    else if (kind == OUT_F16) round_to((uint16_t *)out, p, length, OUT_F16);
-    else copy((float *)out, p, length);
 }
 
 static void write_past(char *out, const float *p, long length, int kind) {

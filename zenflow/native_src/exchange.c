@@ -12,10 +12,9 @@ typedef struct { /* of one matrix [rows, cols]: channels `leave` take the block'
     int64_t out_kind;              /* of what is shown */
 } order_t;
 
-INLINE void show(char *shown, long i, float value, int kind) {
-    if (kind == OUT_BF16) ((uint16_t *)shown)[i] = to_bf16(value);
-    else if (kind == OUT_F16) ((uint16_t *)shown)[i] = to_f16(value);
-    else ((float *)shown)[i] = to_f32(value);
+/* What becomes visible of `length` leaving values, neighbours from element `first` of the matrix on. */
+INLINE void show(const order_t *o, long first, const float *values, long length) {
+    write_plain(o->shown + first * (o->out_kind == OUT_F32 ? 4 : 2), values, length, o->out_kind);
 }
 
 /* A row at a time, so that a cache line is fetched once for all channels in it. block: [length, n_enter]. */
@@ -27,7 +26,7 @@ static void columns(const order_t *o, long i) {
         float *restrict block = o->block + i * o->n_enter;
         for (long j = 0; j < o->n_leave; j++) x[o->leave[j]] = block[j];
         for (long j = 0; o->shown && j < o->n_leave; j++) {
-            show(o->shown, (o->first + i) * o->cols + o->leave[j], block[j], o->out_kind);
+            show(o, (o->first + i) * o->cols + o->leave[j], block + j, 1);
         }
         for (long j = 0; j < o->n_enter; j++) block[j] = x[o->enter[j]];
     }
@@ -44,9 +43,7 @@ static void rows(const order_t *o, long j) {
     if (o->block) {
         float *block = o->block + j * o->length;
         if (leaving) memcpy(leaving, block, size);
-        for (long i = 0; leaving && o->shown && i < o->length; i++) {
-            show(o->shown, o->leave[j] * o->cols + o->first + i, block[i], o->out_kind);
-        }
+        if (leaving && o->shown) show(o, o->leave[j] * o->cols + o->first, block, o->length);
         memcpy(block, entering, size);
     } else if (leaving) {
         memset(leaving, 0, size);

@@ -29,4 +29,21 @@ INLINE uint16_t to_f16(float x) {
 
 INLINE float to_f32(float x) { return (bits(x) & 0x7fffffff) > 0x7f800000 ? real(0x7fc00000) : x; }
 
+INLINE void round_to(uint16_t *restrict out, const float *restrict p, long length, int kind) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) out[i] = kind == OUT_BF16 ? to_bf16(p[i]) : to_f16(p[i]);
+}
+
+INLINE void copy(float *restrict out, const float *restrict p, long length) {
+#pragma omp simd
+    for (long i = 0; i < length; i++) out[i] = to_f32(p[i]);
+}
+
+/* As OUT kind, by plain stores: also over the gradient that has just been read, and is in the caches. */
+INLINE void write_plain(char *out, const float *p, long length, int kind) {
+    if (kind == OUT_BF16) round_to((uint16_t *)out, p, length, OUT_BF16);
+    else if (kind == OUT_F16) round_to((uint16_t *)out, p, length, OUT_F16);
+    else copy((float *)out, p, length);
+}
+
 #endif
