@@ -189,6 +189,8 @@ def test_runs_group_by_seed_in_a_study(tmp_path):
         ({"model__path": "/m/pretrain/model/"}, "pretrain/model on stdlib"),
         ({"model__path": "/m/llama"}, "llama on stdlib"),
         ({"data__kind": "file", "data__path": "/d/one.txt"}, "tiny on one.txt"),
+        ({"data__kind": "headers", "data__path": "/d/include"}, "tiny on headers include"),
+        ({"data__kind": "headers", "data__path": None}, "tiny on headers"),
         ({"data__kind": "glue", "data__task": "cola"}, "tiny on cola"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -34,6 +34,7 @@ WITHOUT_EFFECT = (
     *("threads", "save_model", "checkpoint_every", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
+OWN_PATH = ("file", "alpaca", "headers")  # kinds of data whose path is another corpus, not where this machine keeps one
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Values:
@@ -79,8 +80,8 @@ def setting_of(config: dict[str, Any], machine: str | None) -> Values:
         overlap, stagger = (bool(values.get(f"engine.{name}")) for name in ("overlap_step", "stagger"))
         if values.get(DELAY) == usual_delay(window, overlap_step=overlap, stagger=stagger):
             dropped.add(DELAY)  # nobody has chosen it: it follows from the others
-    if values.get("data.kind") not in ("file", "alpaca", "headers"):
-        dropped.add("data.path")  # where this machine keeps what `kind` names; any folder of headers is another corpus
+    if values.get("data.kind") not in OWN_PATH:
+        dropped.add("data.path")
     kept = {name: value for name, value in values.items() if name not in dropped}
     engine = {name: value for name, value in kept.items() if name.startswith("engine.")}
     place = {} if machine is None else {"machine": "cpu" if cpu_threads(machine) else machine}
@@ -106,8 +107,10 @@ def task_name(config: dict[str, Any]) -> str:
     """A task in words, as "minilm on snippets"."""
     model, data = config["model"], config["data"]
     source = model.get("path") or model.get("package") or model.get("kind")
-    text = data["path"] if data.get("kind") == "file" and data.get("path") else data.get("task") or data.get("kind")
-    return printable(f"{_last_parts(source)} on {_last_parts(text)}")
+    text = _last_parts(data.get("task") or data.get("kind"))
+    if data.get("kind") in OWN_PATH and data.get("path"):
+        text = f"{text} {_last_parts(data['path'])}".removeprefix("file ")
+    return printable(f"{_last_parts(source)} on {text}")
 
 
 def printable(text: str) -> str:
