@@ -167,6 +167,7 @@ REFUSED = {
     "seed": (["seed=1", "steps=20"], "seed is 1, and 0"),
     "too few steps": (["steps=5"], "steps is 5, but 6 have been made; allowed: an integer >= 6"),
     "setting": (["checkpoint_every=0"], "checkpoint_every is 0; allowed: an integer >= 1 or null"),
+    "no time": (["checkpoint_minutes=0"], "checkpoint_minutes is 0.0; allowed: a finite number > 0 or null"),
     "none kept": (["keep_checkpoints=0"], "keep_checkpoints is 0"),
 }
 

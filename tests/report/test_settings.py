@@ -50,6 +50,7 @@ def names(*changes: dict) -> list[str]:
         {"save_model": True},
         {"checkpoint_every": 5},
         {"keep_checkpoints": 1},
+        {"checkpoint_minutes": 5},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -23,8 +23,8 @@ class DiagnoseSettings:
 class DiagnoseConfig(TrainConfig):
     """A run without ZenFlow, measured; `plot` is for the diagnosis' own picture.
 
-    Of its settings steps, evaluate_every, checkpoint_every, keep_checkpoints, log_every, save_model, trace and tracking
-    have no effect.
+    Of its settings steps, evaluate_every, checkpoint_every, checkpoint_minutes, keep_checkpoints, log_every,
+    save_model, trace and tracking have no effect.
     """
 
     diagnose: DiagnoseSettings = field(default_factory=DiagnoseSettings)

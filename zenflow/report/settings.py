@@ -31,7 +31,7 @@ DELAY = "engine.visible_after"
 # `device` says less than the machine does.
 WITHOUT_EFFECT = (
     *("seed", "name", "plot", "variant", "engine.masters", "engine.offload", "engine.peer", "device"),
-    *("threads", "save_model", "checkpoint_every", "keep_checkpoints"),
+    *("threads", "save_model", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
 )
 NOT_RECORDED = "not recorded"
 OWN_PATH = ("file", "alpaca", "headers")  # kinds of data whose path is another corpus, not where this machine keeps one

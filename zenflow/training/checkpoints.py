@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any, Self
 
 from zenflow.background_save import BackgroundSave
@@ -99,7 +100,10 @@ def command_for(run: Path) -> str:
 
 
 class Keeper:
-    """Saves a run every `every` steps (None: never) and keeps the last `keep` checkpoints; ends it on a signal.
+    """Saves a run and keeps the last `keep` checkpoints; ends it on a signal.
+
+    It is saved every `every` steps; if that is None, every `minutes`, for the case that it is killed: these checkpoints
+    are removed when it has come to its end. If both are None, on a signal alone.
 
     `gather(step)` makes the whole state, a copy on the CPU, of which a thread then writes the files; `last=True` tells
     it that the run ends there. Where the disk is full or fails, or there is no memory for the copy, training goes on
@@ -111,12 +115,15 @@ class Keeper:
         self,
         run: Path,
         every: int | None,
+        minutes: float | None,
         keep: int,
         gather: Callable[..., dict[str, Any]],
         configuration: dict[str, Any],
         request: StopRequest,
     ) -> None:
         self._run, self._every, self._keep = run, every, keep
+        self._minutes = minutes if every is None else None
+        self._since, self._by_clock = monotonic(), set[Path]()
         self._gather, self._configuration, self._request = gather, configuration, request
         self._saving: BackgroundSave | None = None
 
@@ -131,7 +138,8 @@ class Keeper:
             self._settle()
         if self.stopping:
             self._stop(step)
-        if self._every is not None and step and step % self._every == 0:
+        if step and self._is_due(step):
+            self._since = monotonic()
             try:
                 self._save(step)
             except (OSError, MemoryError) as error:
@@ -144,6 +152,14 @@ class Keeper:
         self._settle()
         if error is not None and not isinstance(error, Stopped) and (kept := all_of(self._run)):
             error.add_note(f"What is saved goes on from {kept[0].name}:\n{command_for(self._run)}")
+        if error is None:
+            for folder in self._by_clock:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_due(self, step: int) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        return self._minutes is not None and self._saving is None and monotonic() - self._since >= 60 * self._minutes
 
     def _save(self, step: int, *, last: bool = False) -> None:
         """Begin to save, unless it has been done; waits for the save before, if that is still running."""
@@ -156,6 +172,8 @@ class Keeper:
             folder.parent.mkdir()
             sync(self._run)
         self._saving = BackgroundSave(folder, state, configuration=self._configuration)
+        if self._every is None and not last:
+            self._by_clock.add(folder)
 
     def _settle(self) -> bool:
         """Wait for the save that is running, and remove what is too old; whether that save was one."""

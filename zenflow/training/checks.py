@@ -46,6 +46,7 @@ RULES: dict[str, Rule] = {
     "evaluate_every": POSITIVE_OR_NULL,
     "log_every": POSITIVE_OR_NULL,
     "checkpoint_every": POSITIVE_OR_NULL,
+    "checkpoint_minutes": ("a finite number > 0 or null", lambda value: value is None or 0 < value < math.inf),
     "keep_checkpoints": POSITIVE,
     "data.max_length": ("an integer >= 4", lambda value: value >= 4),
     "data.max_characters": POSITIVE_OR_NULL,

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 # What bears on how a run is watched, kept or spread over a machine, and on no bit of its steps; and how long it is.
 FREE = (
-    *("steps", "evaluate_every", "log_every", "checkpoint_every", "keep_checkpoints", "resume"),
-    *("save_model", "plot", "trace", "trace_steps", "tracking.mode"),
+    *("steps", "evaluate_every", "log_every", "checkpoint_every", "checkpoint_minutes", "keep_checkpoints"),
+    *("resume", "save_model", "plot", "trace", "trace_steps", "tracking.mode"),
     *("engine.worker_threads", "engine.core_binding", "engine.pt_reserved_cores_perc", "engine.bucket_bytes"),
     *("engine.upload", "engine.upload_check"),
 )

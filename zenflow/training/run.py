@@ -39,6 +39,7 @@ from zenflow.training.saving import check_room_for_model, save_model
 from zenflow.training.schema import (
     Device,
     Dtype,
+    PeerEngine,
     RuleConfig,
     SimulatedEngine,
     TrackingMode,
@@ -223,6 +224,7 @@ def _run(
             Keeper(
                 folder,
                 config.checkpoint_every,
+                None if isinstance(config.engine, PeerEngine) else config.checkpoint_minutes,
                 config.keep_checkpoints,
                 state.gather,
                 {"asked": settled(config), "resolved": record},

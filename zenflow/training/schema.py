@@ -204,7 +204,8 @@ class TrainConfig:
     evaluate_every: int | None = None  # steps; always before the first and after the last
     log_every: int | None = None  # steps between two readings of the device; null: 10 on a GPU, 1 on a CPU
     save_model: bool = False  # the final weights in fp32, as the folder `model` in the run's folder: a later model.path
-    checkpoint_every: int | None = None  # steps between two checkpoints; null: only when a signal ends the run
+    checkpoint_every: int | None = None  # steps between two checkpoints; null: by the clock, and on a signal
+    checkpoint_minutes: float | None = 30  # without checkpoint_every, minutes from one to the next; null: never
     keep_checkpoints: int = 2  # the last ones; older ones are removed
     resume: str | None = None  # a run's folder or one of its checkpoints; auto: the run in this folder, if there is one
     plot: bool = True  # loss.png, if matplotlib is there
