@@ -27,8 +27,8 @@ class CompareSettings:
 class CompareConfig(TrainConfig):
     """Runs of each side; `plot` is for the comparison's own picture.
 
-    Of their settings checkpoint_every, checkpoint_minutes, keep_checkpoints, log_every, save_model, trace and tracking have
-    no effect.
+    Of their settings checkpoint_every, checkpoint_minutes, keep_checkpoints, log_every, save_model, trace and tracking
+    have no effect.
     """
 
     a: str = "engine=zero_offload"  # settings for a alone, or @FILE with them

@@ -22,8 +22,8 @@ class LocalitySettings:
 class LocalityConfig(TrainConfig):
     """A run whose gradients are watched; `plot` is for the study's own picture.
 
-    Of its settings checkpoint_every, checkpoint_minutes, keep_checkpoints, log_every, save_model, trace and tracking have
-    no effect.
+    Of its settings checkpoint_every, checkpoint_minutes, keep_checkpoints, log_every, save_model, trace and tracking
+    have no effect.
     """
 
     locality: LocalitySettings = field(default_factory=LocalitySettings)
