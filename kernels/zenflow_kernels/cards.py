@@ -28,14 +28,36 @@ CARDS: dict[str, dict[str, dict[str, dict[str, int]]]] = {
                 "WARPS": 4,
                 "REGISTERS": 128,
             },
-            "row bfloat16": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "row bfloat16": {"STEP_TILE": 32768, "FOLD_BLOCK": 2048, "UPDATE_BLOCK": 512, "PARTS": 4, "WARPS": 4},
             "whole bfloat16": {"STEP_TILE": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
-            "column bfloat16 stochastic": {"STEP_TILE": 32768, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
-            "row bfloat16 stochastic": {"STEP_TILE": 65536, "FOLD_BLOCK": 4096, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "column bfloat16 alone": {"STEP_TILE": 65536, "UPDATE_BLOCK": 512, "PARTS": 4, "WARPS": 4},
+            "row bfloat16 alone": {"STEP_TILE": 65536, "UPDATE_BLOCK": 1024, "PARTS": 4, "WARPS": 4},
+            "column bfloat16 stochastic": {
+                "STEP_TILE": 65536,
+                "FOLD_BLOCK": 2048,
+                "UPDATE_BLOCK": 512,
+                "WARPS": 4,
+                "REGISTERS": 128,
+            },
+            "row bfloat16 stochastic": {
+                "STEP_TILE": 32768,
+                "FOLD_BLOCK": 2048,
+                "UPDATE_BLOCK": 512,
+                "PARTS": 4,
+                "WARPS": 4,
+            },
             "whole bfloat16 stochastic": {"STEP_TILE": 8192, "UPDATE_BLOCK": 512, "WARPS": 2},
-            "column float32": {"STEP_TILE": 32768, "FOLD_BLOCK": 2048, "UPDATE_BLOCK": 1024, "WARPS": 4},
-            "row float32": {"STEP_TILE": 65536, "FOLD_BLOCK": 2048, "UPDATE_BLOCK": 1024, "WARPS": 4},
+            "column float32": {
+                "STEP_TILE": 65536,
+                "FOLD_BLOCK": 2048,
+                "UPDATE_BLOCK": 512,
+                "WARPS": 4,
+                "REGISTERS": 128,
+            },
+            "row float32": {"STEP_TILE": 32768, "FOLD_BLOCK": 2048, "UPDATE_BLOCK": 512, "PARTS": 4, "WARPS": 4},
             "whole float32": {"STEP_TILE": 4096, "UPDATE_BLOCK": 1024, "WARPS": 8},
+            "column float32 alone": {"STEP_TILE": 32768, "UPDATE_BLOCK": 512, "PARTS": 4, "WARPS": 4},
+            "row float32 alone": {"STEP_TILE": 65536, "UPDATE_BLOCK": 1024, "PARTS": 4, "WARPS": 4},
         },
         "gather_channels": {
             "column bfloat16": {"TILE_ROWS": 1, "TILE_COLS": 512, "WARPS": 1},
@@ -60,6 +82,7 @@ TUNABLE = {
         "STEP_TILE": (1024, 131072),
         "FOLD_BLOCK": (512, 16384),
         "UPDATE_BLOCK": (64, 4096),
+        "PARTS": (1, 16),
         "WARPS": (1, 16),
         "REGISTERS": (64, 256),
     },
@@ -73,9 +96,12 @@ _ignored = False
 
 
 @cache
-def launch_class(kind: str, dtype: torch.dtype, *, stochastic: bool = False) -> str:
-    """The class of launches on parameters of a kind ("column", "row", "whole"), weights of `dtype`, masters or none."""
-    return f"{kind} {str(dtype).removeprefix('torch.')}{' stochastic' * stochastic}"
+def launch_class(kind: str, dtype: torch.dtype, *, stochastic: bool = False, alone: bool = False) -> str:
+    """The class of launches on parameters of a kind ("column", "row", "whole") with weights of `dtype`.
+
+    stochastic: without fp32 masters. alone: of columns or rows without an accumulator, for `fused_step`.
+    """
+    return f"{kind} {str(dtype).removeprefix('torch.')}{' stochastic' * stochastic}{' alone' * alone}"
 
 
 def constants(op: str, launch: str, device: torch.device, **defaults: int) -> dict[str, int]:

@@ -44,6 +44,11 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
+def register_limit(registers: int) -> dict[str, int]:
+    """Launch options by which a thread has no more registers; none where the compiler does not know them, for AMD."""
+    return {"maxnreg": registers} if torch.version.hip is None else {}
+
+
 def uses_triton(tensor: Tensor) -> bool:
     """True for CUDA tensors, and for every tensor inside `interpreted()`."""
     if not (tensor.is_cuda or _interpreting):

@@ -18,21 +18,25 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels import cards, tiles
-from zenflow_kernels.columns import step_columns
-from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, StepControl
-from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
+from zenflow_kernels.columns import step_columns, write_columns
+from zenflow_kernels.control import FOLD_NONE, StepControl
+from zenflow_kernels.dispatch import EXACT, on_device, register_limit, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.fold import fold_tile
-from zenflow_kernels.numerics import CHUNK_PER_THREAD, HYPER, HYPER_WIDTH, adamw_, chunks
-from zenflow_kernels.selected import positions_kernel, update_share, write_share
-from zenflow_kernels.stochastic_rounding import check_key, round_at_reference, signed_words
-from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Entry, Launch, Table
+from zenflow_kernels.numerics import HYPER_WIDTH
+from zenflow_kernels.selected import positions_kernel, update_rows, update_share, write_share
+from zenflow_kernels.step_reference import fused_step_reference, write_masters_reference
+from zenflow_kernels.stochastic_rounding import check_key, signed_words
+from zenflow_kernels.table import ALIGN_BYTES, CHANNEL_TILE, Launch, Table
 
 NONE = tl.constexpr(FOLD_NONE)
-FOLD_BLOCK = 4096  # elements of the gradient folded at once
-UPDATE_BLOCK = 1024  # selected elements updated at once
+FOLD_BLOCK = 2048  # elements of the gradient folded at once
+UPDATE_BLOCK = 512  # selected elements updated at once
+PARTS = 4  # programs that update a tile of long rows, or of columns without an accumulator
 WARPS = 4
-REGISTERS = 128  # of a thread that steps by rows, at most: four programs share 65,536
+REGISTERS = 128  # of a thread that steps columns by rows, at most: four programs share 65,536
 NO_LIMIT = 256  # registers: more than a thread can have
+# Of `write_masters` in columns: elements of a tile for a program, selected ones written at once, warps.
+WRITE_TILE, WRITE_BLOCK, WRITE_WARPS = 4096, 512, 1
 
 
 @triton.jit(do_not_specialize=["bias_length", "first", "seed_low", "seed_high", "step"])
@@ -41,47 +45,60 @@ def _step_kernel(
     fold_ptr, advance_ptr, inv_scale_ptr, clip_ptr, hyper_ptr, bias_ptr,
     bias_length, first, seed_low, seed_high, step,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ACC_DTYPE: tl.constexpr,
-    FOLDS: tl.constexpr, BY_ROWS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+    FOLDS: tl.constexpr, LONG_ROWS: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    # Of a tile's PROGRAMS the first PARTS update and the last one folds; a single one does both.
+    tile = tl.program_id(0) // PROGRAMS
+    part = tl.program_id(0) - tile * PROGRAMS
     entry = tl.load(tile_entry_ptr + tile)
-    block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
+    block, row_part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
     state_0, position_0, dense_0, size, share_width = tiles.share_extent(
-        fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
+        fields_ptr, entry, block, row_part, row_0, col_0, height, width, KIND
     )
     fold = tl.load(fold_ptr + first + entry)
     STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
     if fold != NONE:
         grad_ptr = tiles.pointer(tl.load(grad_ptrs + entry), WEIGHT_DTYPE, EVEN)
         inv_scale, clip = tl.load(inv_scale_ptr), tl.load(clip_ptr)
-        if BY_ROWS:
+        stream = tiles.field(fields_ptr, entry, tiles.STREAM).to(tl.uint32).to(tl.int32, bitcast=True)
+        key = (seed_low, seed_high, step, stream)
+        if KIND == tiles.COLUMN:
             step_columns(
-                fields_ptr, entry, grad_ptr,
+                fields_ptr, entry, grad_ptr, part,
                 row_0, col_0, height, width, state_0, position_0, dense_0, size, share_width,
-                fold, inv_scale, clip, hyper_ptr,
-                WEIGHT_DTYPE, ACC_DTYPE, EVEN, ROW_MULTIPLE, BLOCK_R, BLOCK_C, BLOCK,
+                fold, inv_scale, clip, hyper_ptr, key,
+                WEIGHT_DTYPE, MASTER_DTYPE, ACC_DTYPE, FOLDS, EVEN, ROW_MULTIPLE, BLOCK_R, BLOCK_C, PARTS, BLOCK,
             )  # fmt: skip
         else:
-            if FOLDS:
-                fold_tile(
-                    grad_ptr,
-                    tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
-                    tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
-                    row_0, col_0, height, width,
-                    tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE), fold, inv_scale, clip,
-                    KIND, ACC_DTYPE, ROW_MULTIPLE, BLOCK_R, BLOCK_C, False,
-                )  # fmt: skip
-            update_share(
-                fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
-                tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length,
-                seed_low, seed_high, step,
-                KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
-            )  # fmt: skip
-    else:
+            if FOLDS:  # noqa: SIM102  (known when it is compiled: without an accumulator there is no fold)
+                if part == PROGRAMS - 1:
+                    fold_tile(
+                        grad_ptr,
+                        tiles.pointer(tiles.field(fields_ptr, entry, tiles.SLOT), tl.int32, False),
+                        tiles.pointer(tiles.field(fields_ptr, entry, tiles.ACCUMULATOR), ACC_DTYPE, EVEN),
+                        row_0, col_0, height, width,
+                        tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE), fold, inv_scale, clip,
+                        KIND, ACC_DTYPE, ROW_MULTIPLE, BLOCK_R, BLOCK_C, False,
+                    )  # fmt: skip
+            if part < PARTS:
+                if LONG_ROWS:
+                    update_rows(
+                        fields_ptr, entry, grad_ptr, part, position_0, dense_0, size, width,
+                        inv_scale, clip, hyper_ptr, key,
+                        WEIGHT_DTYPE, MASTER_DTYPE, EVEN, ROW_MULTIPLE, PARTS, BLOCK,
+                    )  # fmt: skip
+                else:
+                    update_share(
+                        fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, share_width,
+                        tl.load(advance_ptr + first + entry), inv_scale, clip, hyper_ptr, bias_ptr, bias_length, key,
+                        KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
+                    )  # fmt: skip
+    elif part < PARTS:
         write_share(
-            fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
-            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
+            fields_ptr, entry, part, state_0, position_0, dense_0, size, share_width,
+            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, PARTS, BLOCK,
         )  # fmt: skip
 
 
@@ -89,20 +106,28 @@ def _step_kernel(
 def _write_kernel(
     fields_ptr, tile_entry_ptr, cohort_ptr, first, cohort,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr,
-    EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) - tile * PARTS
     entry = tl.load(tile_entry_ptr + tile)
     if (cohort == 0) | (tl.load(cohort_ptr + first + entry) == cohort):
-        block, part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
+        block, row_part, row_0, col_0, height, width = tiles.tile_extent(fields_ptr, entry, tile, TILE, ROW_MULTIPLE)
         state_0, position_0, dense_0, size, share_width = tiles.share_extent(
-            fields_ptr, entry, block, part, row_0, col_0, height, width, KIND
+            fields_ptr, entry, block, row_part, row_0, col_0, height, width, KIND
         )
-        STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
-        write_share(
-            fields_ptr, entry, state_0, position_0, dense_0, size, share_width,
-            KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, BLOCK,
-        )  # fmt: skip
+        if KIND == tiles.COLUMN:
+            write_columns(
+                fields_ptr, entry, part, height, state_0, position_0, dense_0, size, share_width,
+                WEIGHT_DTYPE, MASTER_DTYPE, PARTS, BLOCK_C, BLOCK,
+            )  # fmt: skip
+        else:
+            STATE_EVEN: tl.constexpr = EVEN and KIND == tiles.WHOLE
+            write_share(
+                fields_ptr, entry, part, state_0, position_0, dense_0, size, share_width,
+                KIND, WEIGHT_DTYPE, MASTER_DTYPE, STATE_EVEN, PARTS, BLOCK,
+            )  # fmt: skip
 
 
 def fused_step(
@@ -129,14 +154,17 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
         _find_positions(table, control.advance, hyper, bias)
         for launch in table.launches:
             even, chosen = launch.even and table.grads_aligned, _constants(table, launch)
-            _step_kernel[(launch.tile_entry.numel(),)](
+            parts, programs = _programs(launch, chosen["PARTS"])
+            by_rows = launch.kind == "column" and launch.folds
+            _step_kernel[(launch.tile_entry.numel() * programs,)](
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
                 bias.shape[1], table.first, *signed_words(seed), signed_words(step)[0],
-                ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds, BY_ROWS=launch.by_rows,
+                ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds, LONG_ROWS=launch.long_rows,
                 BLOCK_R=max(1, chosen["FOLD_BLOCK"] // launch.block_cols), BLOCK_C=launch.block_cols,
-                **_register_limit(launch, chosen["REGISTERS"]),
-                **_launch_options(table, launch, even, chosen),
+                PARTS=parts, PROGRAMS=programs, BLOCK=chosen["UPDATE_BLOCK"], num_warps=chosen["WARPS"],
+                **(register_limit(chosen["REGISTERS"]) if by_rows and chosen["REGISTERS"] < NO_LIMIT else {}),
+                **_launch_options(table, launch, even),
             )  # fmt: skip
 
 
@@ -150,9 +178,17 @@ def write_masters(table: Table, control: StepControl, *, cohort: int = 0) -> Non
     with on_device(table.fields):
         _find_positions(table)
         for launch in table.launches:
-            _write_kernel[(launch.tile_entry.numel(),)](
+            if launch.kind == "column":
+                parts, block, warps = max(1, table.step_tile // WRITE_TILE), WRITE_BLOCK, WRITE_WARPS
+                block_cols = min(block, launch.block_cols)
+            else:
+                chosen = _constants(table, launch)
+                parts, block, warps = 1, chosen["UPDATE_BLOCK"], chosen["WARPS"]
+                block_cols = block
+            _write_kernel[(launch.tile_entry.numel() * parts,)](
                 table.fields, launch.tile_entry, control.cohort, table.first, cohort,
-                **_launch_options(table, launch, launch.even, _constants(table, launch)),
+                BLOCK_C=block_cols, PARTS=parts, BLOCK=block, num_warps=warps,
+                **_launch_options(table, launch, launch.even),
             )  # fmt: skip
 
 
@@ -171,17 +207,25 @@ def _find_positions(
 
 
 def _constants(table: Table, launch: Launch) -> dict[str, int]:
-    own = {"FOLD_BLOCK": FOLD_BLOCK, "UPDATE_BLOCK": UPDATE_BLOCK, "WARPS": WARPS, "REGISTERS": REGISTERS}
-    return cards.constants("fused_step", table.launch_class(launch.kind), table.device, **own)
+    own = {
+        "FOLD_BLOCK": FOLD_BLOCK,
+        "UPDATE_BLOCK": UPDATE_BLOCK,
+        "PARTS": PARTS,
+        "WARPS": WARPS,
+        "REGISTERS": REGISTERS,
+    }
+    return cards.constants("fused_step", table.launch_class(launch.kind, launch.folds), table.device, **own)
 
 
-def _register_limit(launch: Launch, registers: int) -> dict[str, int]:
-    # What a compiler for AMD does not know is an error to Triton.
-    limited = launch.by_rows and registers < NO_LIMIT and torch.version.hip is None
-    return {"maxnreg": registers} if limited else {}
+def _programs(launch: Launch, parts: int) -> tuple[int, int]:
+    """Of a tile: programs that update it, and all of them."""
+    if launch.long_rows:
+        return parts, parts + launch.folds
+    shared = launch.kind == "column" and not launch.folds
+    return (parts, parts) if shared else (1, 1)
 
 
-def _launch_options(table: Table, launch: Launch, even: bool, chosen: dict[str, int]) -> dict[str, Any]:
+def _launch_options(table: Table, launch: Launch, even: bool) -> dict[str, Any]:
     return {
         "KIND": tiles.KINDS[launch.kind],
         "WEIGHT_DTYPE": triton_dtype(table.weight_dtype),
@@ -189,8 +233,6 @@ def _launch_options(table: Table, launch: Launch, even: bool, chosen: dict[str, 
         "EVEN": even,
         "ROW_MULTIPLE": ALIGN_BYTES // table.weight_dtype.itemsize if even else 1,
         "TILE": table.step_tile,
-        "BLOCK": chosen["UPDATE_BLOCK"],
-        "num_warps": chosen["WARPS"],
         **EXACT,
     }
 
@@ -203,117 +245,3 @@ def _check_factors(table: Table, hyper: Tensor, bias: Tensor) -> None:
                 f"{name} must be contiguous torch.float32 [groups, {', '.join(map(str, tail))}] on {table.device}, "
                 f"got {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
-
-
-def fused_step_reference(
-    table: Table, control: StepControl, hyper: Tensor, bias: Tensor, *, seed: int = 0, step: int = 0
-) -> None:
-    """The same step by torch; reads `control` on the host, so it waits where that is on a GPU."""
-    folds, advances = control.fold.tolist(), control.advance.tolist()
-    inv_scale, clip, factors = control.inv_scale.item(), control.clip.item(), hyper.tolist()
-    for number, entry in enumerate(table.entries):
-        fold, advance = folds[table.first + number], advances[table.first + number]
-        channel = _channels(entry)
-        if fold == FOLD_NONE or not entry.weight.numel():
-            _write(entry, channel)
-            continue
-        grad = table.grad(number)
-        assert grad is not None, f"entry {number} folds without a gradient"
-        t = (entry.start[: channel.numel()].long() + advance).clamp(max=bias.shape[1] - 1)
-        step_entry_reference(
-            entry, channel, grad, (inv_scale, clip), factors[entry.group], bias[entry.group][t], add=fold == FOLD_ADD,
-            seed=seed, step=step,
-        )  # fmt: skip
-
-
-def step_entry_reference(
-    entry: Entry,
-    channel: Tensor,
-    grad: Tensor,
-    scales: tuple[float, float],
-    factors: list[float],
-    bias: Tensor,
-    *,
-    add: bool,
-    **key: int,
-) -> None:
-    """One entry's step by torch, its decision known on the host.
-
-    `channel` int64 `[n]` is the channel at each position of the compact state (`[1]` for a whole parameter, `[0]`
-    before the first selection), `grad` `[rows, cols]`, `scales` the inverse loss scale and the clip factor, `factors`
-    the group's row of the hyperparameter table, `bias` fp32 `[n, 2]` the two corrections of each channel. `add`: the
-    accumulator is added to, else overwritten. `key`: `seed` and `step`, where its master is bf16.
-    """
-    if channel.numel():
-        master = entry.master.float()  # itself if it is fp32
-        _update(entry, master, channel, grad, scales, factors, bias)
-        if entry.master.dtype == torch.bfloat16:
-            places = _places(entry, channel)
-            entry.master.copy_(round_at_reference(master, places, stream=entry.stream, **key))
-    if entry.accumulator is not None:
-        _fold(entry.accumulator, grad, scales, add=add)
-        entry.accumulator.index_fill_(entry.axis, channel, 0)
-    _write(entry, channel)
-
-
-def write_masters_reference(table: Table, control: StepControl, *, cohort: int = 0) -> None:
-    """`write_masters` by torch."""
-    cohorts = control.cohort[table.first :].tolist()
-    for entry, its_cohort in zip(table.entries, cohorts, strict=False):
-        if cohort in (0, its_cohort):
-            _write(entry, _channels(entry))
-
-
-def _channels(entry: Entry) -> Tensor:
-    """int64: the channel at each position of the compact state; empty before the first selection."""
-    if entry.slot is None:
-        return entry.start.new_zeros(1, dtype=torch.int64)
-    chosen = torch.nonzero(entry.slot >= 0).view(-1)
-    assert chosen.numel() in (0, entry.selected), f"{chosen.numel()} slots for {entry.selected} selected channels"
-    channel = torch.empty_like(chosen)
-    channel[entry.slot[chosen].long()] = chosen
-    return channel
-
-
-def _places(entry: Entry, channel: Tensor) -> Tensor:
-    """int64 of the compact state's shape: the number of each of its elements in the weight."""
-    rows, cols = entry.shape
-    r, c = (torch.arange(size, device=channel.device) for size in (rows, cols))
-    r, c = (channel if entry.kind == "row" else r), (channel if entry.kind == "column" else c)
-    return r[:, None] * cols + c[None, :]
-
-
-def _scaled(grad: Tensor, scales: tuple[float, float]) -> Tensor:
-    """fp32 `(grad * inv_scale) * clip`; a factor of 1 changes no bit and is left out."""
-    scaled = grad.float()
-    for scale in scales:
-        if scale != 1:
-            scaled = scaled * scale
-    return scaled
-
-
-def _update(
-    entry: Entry, master: Tensor, channel: Tensor, grad: Tensor,
-    scales: tuple[float, float], factors: list[float], bias: Tensor,
-) -> None:  # fmt: skip
-    chosen = grad if entry.kind == "whole" else grad.index_select(entry.axis, channel)
-    hyper = dict(zip(HYPER, factors[: len(HYPER)], strict=True))
-    lr = hyper.pop("lr")
-    shape = {"column": (1, -1), "row": (-1, 1), "whole": (1, 1)}[entry.kind]
-    first, second = bias[:, 0].view(shape), bias[:, 1].view(shape)
-    state = (master, entry.exp_avg, entry.exp_avg_sq, _scaled(chosen, scales))
-    adamw_(*state, step_size=first * lr, denom_scale=second, **hyper)
-
-
-def _fold(accumulator: Tensor, grad: Tensor, scales: tuple[float, float], *, add: bool) -> None:
-    limit = CHUNK_PER_THREAD * torch.get_num_threads() if grad.device.type == "cpu" else max(1, grad.numel())
-    for piece in chunks(*grad.shape, limit):
-        scaled = _scaled(grad[piece], scales)
-        accumulator[piece].copy_(accumulator[piece].float().add_(scaled) if add else scaled)
-
-
-def _write(entry: Entry, channel: Tensor) -> None:
-    if entry.kind == "whole":
-        entry.weight.copy_(entry.master)
-    elif channel.numel():
-        entry.weight.index_copy_(entry.axis, channel, entry.master.to(entry.weight.dtype))

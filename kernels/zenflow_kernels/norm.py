@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from zenflow_kernels import tiles
-from zenflow_kernels.dispatch import EXACT, on_device, tl, triton, triton_dtype, uses_triton
+from zenflow_kernels.dispatch import EXACT, on_device, register_limit, tl, triton, triton_dtype, uses_triton
 from zenflow_kernels.table import Table
 
 NORM_BLOCK = 4096  # elements a program reads at once
 WARPS = 8
+REGISTERS = 64  # of a thread, at most: four programs share 65,536
 SERIAL = 16384  # elements: torch adds fewer than 32768 on one thread, so the order does not depend on the thread count
 GPU_CHUNK = 1 << 26  # elements that the reference squares at once on a GPU: 512 MB
 
@@ -69,7 +70,7 @@ def partial_norms(table: Table, partials: Tensor) -> None:
             partials,
             TILE=table.norm_tile, BLOCK=min(NORM_BLOCK, table.norm_tile),
             DTYPE=triton_dtype(table.weight_dtype), ALIGNED=table.grads_aligned,
-            num_warps=WARPS, **EXACT,
+            num_warps=WARPS, **register_limit(REGISTERS), **EXACT,
         )  # fmt: skip
 
 

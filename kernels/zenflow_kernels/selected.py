@@ -1,7 +1,9 @@
-"""What `fused_step` does with the selected channels: AdamW in one share of the compact state, and their weights.
+"""What `fused_step` does with selected rows and with parameters selected whole: AdamW, and their weights.
 
-A share is the part of a parameter's compact state that one program updates, see `tiles`. Columns that are stepped by
-rows have an update of their own, in `columns.py`. Device code only.
+A share is what a tile has of a parameter's compact state, see `tiles`. One of rows is updated by several programs, each
+some of its blocks, and a block lies in one row (`update_rows`). That of a parameter selected whole, or of rows too
+short to fill a block, is updated by one program, which finds each element's channel and factors (`update_share`).
+Columns have an update of their own, in `columns.py`. Device code only.
 """
 
 from __future__ import annotations
@@ -78,17 +80,76 @@ def positions_kernel(
 
 
 @triton.jit
-def write_share(
-    fields_ptr, entry, state_0, position_0, dense_0, size, width,
-    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+def channel_pointers(fields_ptr, entry, position_0):
+    """The channel and the two factors of the first of a share's positions."""
+    channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
+    size_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.STEP_SIZE), tl.float32, False)
+    scale_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.DENOM_SCALE), tl.float32, False)
+    return channel_ptr + position_0, size_ptr + position_0, scale_ptr + position_0
+
+
+@triton.jit
+def state_pointers(
+    fields_ptr, entry, dense_0, state_0,
+    WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """weight = round(master) in one share of the compact state."""
+    """The weight at `dense_0`, and at `state_0` of the compact state the master and both moments."""
+    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED)
+    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), MASTER_DTYPE, ALIGNED)
+    exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED)
+    exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED)
+    return weight_ptr + dense_0, master_ptr + state_0, exp_avg_ptr + state_0, exp_avg_sq_ptr + state_0
+
+
+@triton.jit
+def chosen_size(channel_ptr, size):
+    """`size`, or 0 before the first selection: no position has a channel then, and afterwards each has one."""
+    return tl.where(tl.load(channel_ptr, mask=size > 0, other=-1) >= 0, size, 0)
+
+
+@triton.jit
+def load_places(dense, offs, mask, grad_ptr, state, inv_scale, clip):
+    """fp32: the scaled gradient at the places `dense`; master and moments of the compact state's elements `offs`."""
+    _, master_ptr, exp_avg_ptr, exp_avg_sq_ptr = state
+    g = scale_gradient(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)
+    p = tl.load(master_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
+    return g, p, m, v
+
+
+@triton.jit
+def store_places(dense, offs, mask, m, v, p, old, state, dense_0, key):
+    """Both moments, the master and the weights, whose places count from `dense_0`; a bf16 master is rounded by `key`.
+
+    old: None, or the weights that are there: then only those whose bits change are written.
+    """
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr = state
+    tl.store(exp_avg_ptr + offs, m, mask=mask)
+    tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
+    if master_ptr.dtype.element_ty == tl.bfloat16:
+        seed_low, seed_high, step, stream = key
+        p = round_to_bf16(p, draws_at(dense_0 + dense, seed_low, seed_high, step, stream))
+    tl.store(master_ptr + offs, p, mask=mask)
+    new = p.to(weight_ptr.dtype.element_ty)
+    if old is not None:
+        mask = mask & (new.to(tl.int16, bitcast=True) != old.to(tl.int16, bitcast=True))
+    tl.store(weight_ptr + dense, new, mask=mask)
+
+
+@triton.jit
+def write_share(
+    fields_ptr, entry, part, state_0, position_0, dense_0, size, width,
+    KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """weight = round(master) in every PARTSth block of one share of the compact state."""
     cols = tiles.field(fields_ptr, entry, tiles.COLS)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
-    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), MASTER_DTYPE, ALIGNED) + state_0
-    for offset in range(0, size, BLOCK):
+    weight_ptr, master_ptr, _m, _v = state_pointers(
+        fields_ptr, entry, dense_0, state_0, WEIGHT_DTYPE, MASTER_DTYPE, ALIGNED
+    )
+    for offset in range(part * BLOCK, size, PARTS * BLOCK):
         offs = offset + tl.arange(0, BLOCK)
         dense, _, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
         p = tl.load(master_ptr + offs, mask=mask, other=0.0)  # [BLOCK]
@@ -98,7 +159,7 @@ def write_share(
 @triton.jit
 def update_share(
     fields_ptr, entry, grad_ptr, state_0, position_0, dense_0, size, width,
-    advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length, seed_low, seed_high, step,
+    advance, inv_scale, clip, hyper_ptr, bias_ptr, bias_length, key,
     KIND: tl.constexpr, WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,27 +167,46 @@ def update_share(
     cols, group = tiles.field(fields_ptr, entry, tiles.COLS), tiles.field(fields_ptr, entry, tiles.GROUP)
     channel_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.CHANNEL), tl.int32, False)
     start_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.START), tl.int32, False)
-    weight_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.WEIGHT), WEIGHT_DTYPE, ALIGNED) + dense_0
-    master_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.MASTER), MASTER_DTYPE, ALIGNED) + state_0
-    exp_avg_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG), tl.float32, ALIGNED) + state_0
-    exp_avg_sq_ptr = tiles.pointer(tiles.field(fields_ptr, entry, tiles.EXP_AVG_SQ), tl.float32, ALIGNED) + state_0
-    grad_ptr += dense_0
+    state = state_pointers(fields_ptr, entry, dense_0, state_0, WEIGHT_DTYPE, MASTER_DTYPE, ALIGNED)
     bias_ptr += 2 * group * bias_length
     lr, hyper = tl.load(hyper_ptr + N_HYPER * group + LR), load_hyper(hyper_ptr, group)
-    stream = tiles.field(fields_ptr, entry, tiles.STREAM).to(tl.uint32).to(tl.int32, bitcast=True)
     for offset in range(0, size, BLOCK):
         offs = offset + tl.arange(0, BLOCK)
         dense, position, mask = tiles.locate(offs, position_0, size, width, cols, channel_ptr, KIND)
-        g = scale_gradient(tl.load(grad_ptr + dense, mask=mask, other=0.0), inv_scale, clip)  # [BLOCK]
-        p = tl.load(master_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
-        v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
+        g, p, m, v = load_places(dense, offs, mask, grad_ptr + dense_0, state, inv_scale, clip)  # [BLOCK]
         t = tl.load(start_ptr + position, mask=mask, other=0) + advance
         first_factor, denom_scale = corrections(bias_ptr, bias_length, t, mask)
         m, v, p = adamw(m, v, p, g, lr * first_factor, denom_scale, hyper)
-        tl.store(exp_avg_ptr + offs, m, mask=mask)
-        tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
-        if master_ptr.dtype.element_ty == tl.bfloat16:
-            p = round_to_bf16(p, draws_at(dense_0 + dense, seed_low, seed_high, step, stream))
-        tl.store(master_ptr + offs, p, mask=mask)
-        tl.store(weight_ptr + dense, p.to(WEIGHT_DTYPE), mask=mask)
+        store_places(dense, offs, mask, m, v, p, None, state, dense_0, key)
+
+
+@triton.jit
+def update_rows(
+    fields_ptr, entry, grad_ptr, part, position_0, dense_0, size, width,
+    inv_scale, clip, hyper_ptr, key,
+    WEIGHT_DTYPE: tl.constexpr, MASTER_DTYPE: tl.constexpr, EVEN: tl.constexpr, ROW_MULTIPLE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """AdamW in every PARTSth block of a share of rows, or of parts of a row.
+
+    A block lies in one row: its channel and both factors are scalars, and its tensors are read and written in vectors.
+    """
+    cols = tiles.field(fields_ptr, entry, tiles.COLS, ROW_MULTIPLE)
+    channel_ptr, size_ptr, scale_ptr = channel_pointers(fields_ptr, entry, position_0)
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr = state_pointers(
+        fields_ptr, entry, 0, 0, WEIGHT_DTYPE, MASTER_DTYPE, EVEN
+    )
+    hyper = load_hyper(hyper_ptr, tiles.field(fields_ptr, entry, tiles.GROUP))
+    row_blocks = tl.cdiv(width, BLOCK)
+    for block in range(part, chosen_size(channel_ptr, size) // width * row_blocks, PARTS):
+        r = block // row_blocks
+        # No more than a vector of fp32 in a thread, or 16-bit tensors would have a layout of their own.
+        offs = tl.max_contiguous((block - r * row_blocks) * BLOCK + tl.arange(0, BLOCK), 4)
+        mask = offs < width  # [BLOCK]
+        weight_0 = tl.load(channel_ptr + r).to(tl.int64) * cols + dense_0
+        state_0 = (position_0 + r) * cols + dense_0
+        state = (weight_ptr + weight_0, master_ptr + state_0, exp_avg_ptr + state_0, exp_avg_sq_ptr + state_0)
+        step_size, denom_scale = tl.load(size_ptr + r), tl.load(scale_ptr + r)
+        g, p, m, v = load_places(offs, offs, mask, grad_ptr + weight_0, state, inv_scale, clip)
+        m, v, p = adamw(m, v, p, g, step_size, denom_scale, hyper)
+        store_places(offs, offs, mask, m, v, p, None, state, weight_0, key)

@@ -26,7 +26,7 @@ NORM_TILE = 32768  # elements a partial sum
 CHANNEL_TILE = 1024  # channels that one program inverts
 ALIGN_BYTES = 16  # of every pointer and row, for vector loads and stores
 BLOCK_WIDTHS = (8, 32, 128, 512)  # columns of the blocks a tile is walked in
-WIDE_BLOCK = 2048  # of a matrix that fills them by three quarters, and is stepped by rows
+WIDE_BLOCK = 2048  # of a matrix that fills them by three quarters, and whose columns are folded
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,6 @@ class Entry:
         """Rows and columns as the kernels walk them: a parameter selected whole is one long row."""
         return self.shape if self.kind != "whole" else (min(1, self.weight.numel()), self.weight.numel())
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether `fused_step` folds and updates a few rows in turn, see `columns`, instead of a tile each."""
-        plain = self.weight.element_size() == 2 and self.master.dtype == torch.float32
-        return plain and self.kind == "column" and self.accumulator is not None
-
     def compact_shape(self) -> tuple[int, int]:
         rows, cols = self.shape
         return {"column": (rows, self.selected), "row": (self.selected, cols), "whole": (rows, cols)}[self.kind]
@@ -91,9 +85,13 @@ class Launch:
     block_cols: int
     even: bool  # every row starts on an ALIGN_BYTES boundary
     folds: bool
-    by_rows: bool
     entries: tuple[int, ...]
     tile_entry: Tensor  # int32 [tiles]
+
+    @property
+    def long_rows(self) -> bool:
+        """Whether rows are walked in the widest blocks, and several programs update a tile, see `selected`."""
+        return self.kind == "row" and self.block_cols == BLOCK_WIDTHS[-1]
 
 
 class Table:
@@ -113,10 +111,9 @@ class Table:
         self.weight_dtype = self.entries[0].weight.dtype if self.entries else torch.float32
         self.master_dtype = self.entries[0].master.dtype if self.entries else torch.float32
         if step_tile is None:
-            kind = next((entry.kind for entry in self.entries if entry.kind != "whole"), "whole")
-            step_tile = cards.constants("fused_step", self.launch_class(kind), self.device, STEP_TILE=STEP_TILE)[
-                "STEP_TILE"
-            ]
+            matrices = [(entry.kind, entry.accumulator is not None) for entry in self.entries if entry.kind != "whole"]
+            launch_class = self.launch_class(*(matrices or [("whole", False)])[0])
+            step_tile = cards.constants("fused_step", launch_class, self.device, STEP_TILE=STEP_TILE)["STEP_TILE"]
         self.step_tile = step_tile
         deferred = [entry.accumulator for entry in self.entries if entry.accumulator is not None]
         self.accumulator_dtype = deferred[0].dtype if deferred else torch.float32
@@ -141,9 +138,10 @@ class Table:
         self.fields = self._to_device(self._field_rows(), torch.int64)
         self.grad_ptrs = torch.zeros(len(self.entries), dtype=torch.int64, device=self.device)
 
-    def launch_class(self, kind: str) -> str:
-        """The class of its entries of one kind, by which a card's launch constants go."""
-        return cards.launch_class(kind, self.weight_dtype, stochastic=self.master_dtype == torch.bfloat16)
+    def launch_class(self, kind: str, folds: bool) -> str:
+        """The class of its entries of one kind, with an accumulator or without, by which a card's constants go."""
+        stochastic, alone = self.master_dtype == torch.bfloat16, kind != "whole" and not folds
+        return cards.launch_class(kind, self.weight_dtype, stochastic=stochastic, alone=alone)
 
     def bind(self, grads: Sequence[Tensor | None]) -> None:
         """Take this step's gradients, one an entry: contiguous, the weight's shape (any view of it), dtype and device.
@@ -192,7 +190,7 @@ class Table:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _plan_launches(self) -> list[Launch]:
-        classes: dict[tuple[str, int, bool, bool, bool], list[int]] = {}
+        classes: dict[tuple[str, int, bool, bool], list[int]] = {}
         for number, entry in enumerate(self.entries):
             if self._tiles[number][2]:
                 classes.setdefault(_launch_class(entry), []).append(number)
@@ -239,20 +237,19 @@ def _step_tiles(entry: Entry, tile: int) -> tuple[int, int, int]:
     return tile_rows, parts, -(-rows // tile_rows) * parts
 
 
-def _launch_class(entry: Entry) -> tuple[str, int, bool, bool, bool]:
-    cols = entry.shape[1]
+def _launch_class(entry: Entry) -> tuple[str, int, bool, bool]:
+    cols, folds = entry.shape[1], entry.accumulator is not None
     block_cols = BLOCK_WIDTHS[-1]
-    if entry.by_rows and 4 * cols >= 3 * WIDE_BLOCK * -(-cols // WIDE_BLOCK):
+    if entry.kind == "column" and folds and 4 * cols >= 3 * WIDE_BLOCK * -(-cols // WIDE_BLOCK):
         block_cols = WIDE_BLOCK
     elif entry.kind != "whole":
         block_cols = next((width for width in BLOCK_WIDTHS if width >= cols), block_cols)
-    if entry.kind == "whole":
-        tensors, row = (entry.weight, entry.master, entry.exp_avg, entry.exp_avg_sq), entry.weight.numel()
-    else:
-        tensors, row = (entry.weight, entry.accumulator), cols
+    tensors, row = (entry.weight, entry.accumulator), cols if entry.kind != "whole" else entry.weight.numel()
+    if entry.kind != "column":  # the compact state has its rows, too
+        tensors += (entry.master, entry.exp_avg, entry.exp_avg_sq)
     even = row * entry.weight.element_size() % ALIGN_BYTES == 0
     even = even and all(tensor.data_ptr() % ALIGN_BYTES == 0 for tensor in tensors if tensor is not None)
-    return entry.kind, block_cols, even, entry.accumulator is not None, entry.by_rows
+    return entry.kind, block_cols, even, folds
 
 
 def _check_entries(entries: Sequence[Entry]) -> None:

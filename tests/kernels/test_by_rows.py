@@ -1,7 +1,8 @@
-"""Columns that are folded and updated a few rows at a time: blocks that end anywhere, and who is stepped so."""
+"""Columns, folded and updated a few rows at a time or updated alone: blocks that end anywhere, and who does what."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from zenflow_kernels import cards, fused_step
 from zenflow_kernels.control import FOLD_ADD
 from zenflow_kernels.fused_step import fused_step as run_step
-from zenflow_kernels.fused_step import fused_step_reference, write_masters
+from zenflow_kernels.fused_step import write_masters
 from zenflow_kernels.numerics import HYPER
+from zenflow_kernels.step_reference import fused_step_reference, write_masters_reference
 from zenflow_kernels.table import STEP_TILE
 
-from tests.kernels.building import Spec, assert_equal, decide, make_world
+from tests.kernels.building import Spec, World, assert_equal, decide, make_world
 
 # Of a tile's rows, those that are folded at once; selected elements of a row, and of a block.
 SHAPES = {
@@ -26,49 +28,93 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("tile", [256, STEP_TILE], ids=["parts of rows", "one tile"])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_bits_are_the_references_wherever_a_block_ends(spec, tile, offset, device, monkeypatch):
-    monkeypatch.setattr(fused_step, "FOLD_BLOCK", 256)
-    monkeypatch.setattr(fused_step, "UPDATE_BLOCK", 64)
-    world = make_world([spec, spec], device, torch.bfloat16, acc_dtype=torch.bfloat16, step_tile=tile)
+WEIGHTS = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "stochastic": (torch.bfloat16, True)}
+KEY = {"seed": 2**63 + 5, "step": 2**31 + 7}
+
+
+def check_step(specs: list[Spec], weights: tuple[torch.dtype, bool], device: str, tile: int, offset: int) -> None:
+    """A table's step and `write_masters` against the references."""
+    dtype, stochastic = weights
+    specs = [replace(spec, stochastic=stochastic) for spec in specs]
+    check_world(make_world(specs, device, dtype, acc_dtype=dtype, step_tile=tile), offset)
+
+
+def check_world(world: World, offset: int) -> None:
+    """With the constants that the test has set; a measured card has its own."""
     decide(world, offset)
     twin = world.twin()
-    assert all(launch.by_rows for launch in world.table.launches)
-    with cards.ignored():  # a measured card has blocks of its own
-        run_step(world.table, world.control, world.hyper, world.bias)
-    fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias)
+    with cards.ignored():
+        run_step(world.table, world.control, world.hyper, world.bias, **KEY)
+        fused_step_reference(twin.table, twin.control, twin.hyper, twin.bias, **KEY)
+        assert_equal(world, twin)
+        for one in (world, twin):
+            for entry in one.table.entries:
+                entry.master.copy_(entry.exp_avg)
+        write_masters(world.table, world.control)
+        write_masters_reference(twin.table, twin.control)
     assert_equal(world, twin)
 
 
+@pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("tile", [256, STEP_TILE], ids=["parts of rows", "one tile"])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_bits_are_the_references_wherever_a_block_ends(spec, tile, offset, weights, device, monkeypatch):
+    monkeypatch.setattr(fused_step, "FOLD_BLOCK", 256)
+    monkeypatch.setattr(fused_step, "UPDATE_BLOCK", 64)
+    check_step([spec, spec], weights, device, tile, offset)
+
+
+@pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_several_programs_update_a_tile_that_nobody_folds(spec, parts, weights, device, monkeypatch):
+    """As many as the share has blocks, fewer and more; and several that write the masters."""
+    monkeypatch.setattr(fused_step, "PARTS", parts)
+    monkeypatch.setattr(fused_step, "UPDATE_BLOCK", 64)
+    monkeypatch.setattr(fused_step, "WRITE_TILE", 512 // parts)
+    monkeypatch.setattr(fused_step, "WRITE_BLOCK", 32)
+    spec = replace(spec, folds=False)
+    check_step([spec, spec], weights, device, 512, 1)
+
+
 OLD = {
-    "any bits": lambda new, gen: torch.randint(-(2**15), 2**15, new.shape, generator=gen, dtype=torch.int16),
-    "one bit off": lambda new, gen: new ^ (1 << torch.randint(0, 16, new.shape, generator=gen)).to(torch.int16),
-    "other sign": lambda new, gen: new ^ -(2**15),
+    "any bits": lambda new, gen: torch.randint(-(2**15), 2**15, new.shape, generator=gen).to(new.dtype),
+    "one bit off": lambda new, gen: new ^ (1 << torch.randint(0, 16, new.shape, generator=gen)).to(new.dtype),
+    "other sign": lambda new, gen: new ^ torch.iinfo(new.dtype).min,
     "the same": lambda new, gen: new,
 }
+KINDS = {
+    "bf16": (torch.bfloat16, False), "fp16": (torch.float16, False), "fp32": (torch.float32, False),
+    "stochastic": (torch.bfloat16, True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("old", OLD.values(), ids=OLD.keys())
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_no_weight_keeps_a_bit_that_is_not_its_master_s(old, dtype, device):
-    """Only weights that change are written: zeros of the other sign change, and so does NaN of another payload."""
-    world = make_world([Spec("column", 9, 64, 17), Spec("column", 6, 24, 5, shift=1)], device, dtype)
+@pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("folds", [True, False], ids=["folded", "alone"])
+def test_no_weight_keeps_a_bit_that_is_not_its_master_s(old, weights, folds, device):
+    """In 16 bits only weights that change are written: zeros of the other sign do, so does NaN of another payload."""
+    dtype, stochastic = weights
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    specs = [Spec("column", 9, 64, 17), Spec("column", 6, 24, 5, shift=1)]
+    specs = [replace(spec, folds=folds, stochastic=stochastic) for spec in specs]
+    world = make_world(specs, device, dtype)
     decide(world, 1)
     world.control.fold.fill_(FOLD_ADD)
     world.hyper[:, [HYPER.index("lr"), HYPER.index("decay")]] = torch.tensor([0.0, 1.0], device=device)
     gen = torch.Generator().manual_seed(0)
     for entry in world.table.entries:
-        entry.master.view(-1)[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")], device=device)
+        special = torch.tensor([0.0, -0.0, float("inf"), float("nan")], device=device)
+        entry.master.view(-1)[:4] = special.to(entry.master.dtype)
         channel = torch.argsort(entry.slot)[-entry.selected :]
-        new = entry.master.to(dtype).view(torch.int16)
-        entry.weight.view(torch.int16)[:, channel] = old(new.cpu(), gen).to(device)
+        new = entry.master.to(dtype).view(integer)
+        entry.weight.view(integer)[:, channel] = old(new.cpu(), gen).to(device)
     run_step(world.table, world.control, world.hyper, world.bias)
-    after = [entry.weight.view(torch.int16).clone() for entry in world.table.entries]
+    after = [entry.weight.view(integer).clone() for entry in world.table.entries]
     write_masters(world.table, world.control)  # which writes them all
     for entry, weights in zip(world.table.entries, after, strict=True):
-        assert torch.equal(entry.weight.view(torch.int16), weights)
+        assert torch.equal(entry.weight.view(integer), weights)
 
 
 def test_before_the_first_selection_everything_is_folded(device):
@@ -110,40 +156,59 @@ def test_factors_follow_every_step(specs, device):
      (4096, 2048), (8960, 2048)],
 )  # fmt: skip
 def test_blocks_are_wide_where_the_matrix_fills_them(cols, expected):
-    spec = Spec("column", 2, cols, 1)
-    (launch,) = make_world([spec], "cpu", torch.bfloat16).table.launches
-    assert (launch.block_cols, launch.by_rows) == (expected, True)
-    (launch,) = make_world([spec], "cpu", torch.float32).table.launches
-    assert (launch.block_cols, launch.by_rows) == (min(expected, 512), False)
+    """And where they are folded."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for spec, width in ((Spec("column", 2, cols, 1), expected), (Spec("column", 2, cols, 1, folds=False), 512)):
+            (launch,) = make_world([spec], "cpu", dtype).table.launches
+            assert launch.block_cols == min(expected, width)
 
 
-def test_only_columns_in_16_bits_with_exact_masters_and_a_sum_are_stepped_by_rows():
-    plain, bf16 = {"kind": "column", "rows": 4, "cols": 4}, torch.bfloat16
-    cases: list[tuple[dict[str, Any], torch.dtype, bool]] = [
-        ({}, bf16, True), ({}, torch.float16, True), ({}, torch.float32, False), ({"kind": "row"}, bf16, False),
-        ({"kind": "whole"}, bf16, False), ({"folds": False}, bf16, False), ({"stochastic": True}, bf16, False),
-    ]  # fmt: skip
-    for changed, dtype, expected in cases:
-        (launch,) = make_world([Spec(**plain | changed)], "cpu", dtype).table.launches
-        assert launch.by_rows is expected, (changed, dtype)
+class Recorder:
+    """Stands for a kernel: what it was launched with."""
+
+    def __init__(self) -> None:
+        self.launched: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *args, **options: self.launched.append({"programs": grid[0]} | options)
+
+
+# Eight tiles each.
+EVERY_LAUNCH = [
+    Spec("column", 8, 256, 2), Spec("column", 8, 256, 2, folds=False), Spec("row", 8, 256, 2),
+    Spec("row", 8, 256, 2, folds=False), Spec("row", 16, 128, 2), Spec("row", 16, 128, 2, folds=False),
+    Spec("whole", 1, 2048),
+]  # fmt: skip
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(fused_step, "_step_kernel", recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["exact", "stochastic"])
+def test_long_rows_and_columns_alone_are_updated_by_several_programs(stochastic, recorded, device, monkeypatch):
+    """And long rows are folded by one more; elsewhere one program does all that there is to do in a tile."""
+    monkeypatch.setattr(fused_step, "PARTS", 3)
+    world = make_world([replace(spec, stochastic=stochastic) for spec in EVERY_LAUNCH], device, torch.bfloat16)
+    with cards.ignored():
+        run_step(world.table, world.control, world.hyper, world.bias)
+    seen = [(one["programs"], one["PROGRAMS"], one["PARTS"], one["LONG_ROWS"]) for one in recorded.launched]
+    one = (8, 1, 1, False)
+    assert seen == [one, (24, 3, 3, False), (32, 4, 3, True), (24, 3, 3, True), one, one, one]
 
 
 @pytest.mark.parametrize(("registers", "limit"), [(64, 64), (128, 128), (fused_step.NO_LIMIT, None)])
-def test_the_limit_of_registers_is_for_those_alone(registers, limit, device, monkeypatch):
-    launched: list[dict[str, Any]] = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *args, **options: launched.append(options)
-
-    monkeypatch.setattr(fused_step, "_step_kernel", Kernel())
+def test_the_limit_of_registers_is_for_columns_that_are_folded(registers, limit, recorded, device, monkeypatch):
     monkeypatch.setattr(fused_step, "REGISTERS", registers)
     monkeypatch.setattr(torch.version, "hip", None)
-    world = make_world([Spec("column", 4, 8, 2), Spec("row", 4, 8, 2), Spec("whole", 1, 3)], device, torch.bfloat16)
+    world = make_world(EVERY_LAUNCH, device, torch.bfloat16)
     grads = list(world.table.grads)
     with cards.ignored():
         run_step(world.table, world.control, world.hyper, world.bias)
         monkeypatch.setattr(torch.version, "hip", "7.0")  # its compiler does not know the option
         world.table.bind(grads)
         run_step(world.table, world.control, world.hyper, world.bias)
-    assert [one.get("maxnreg") for one in launched] == [limit, None, None, None, None, None]
+    assert [one.get("maxnreg") for one in recorded.launched] == [limit, *[None] * 13]

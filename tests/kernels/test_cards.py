@@ -59,9 +59,10 @@ def test_an_entry_serves_its_card_op_and_class_alone(use: Use):
 def test_classes_have_the_names_of_kinds_and_dtypes():
     assert launch_class("column", torch.float32) == CLASS
     assert launch_class("whole", torch.bfloat16, stochastic=True) == "whole bfloat16 stochastic"
+    assert launch_class("row", torch.bfloat16, stochastic=True, alone=True) == "row bfloat16 stochastic alone"
     expected = {
-        "fused_step": CLASS, "fused_step_stochastic": "column bfloat16 stochastic", "gather_channels": CLASS,
-        "scatter_channels": CLASS, "select_channels": ALL, "stochastic_rounding": ALL,
+        "fused_step": CLASS, "fused_step_alone": f"{CLASS} alone", "gather_channels": CLASS, "scatter_channels": CLASS,
+        "fused_step_stochastic": "column bfloat16 stochastic", "select_channels": ALL, "stochastic_rounding": ALL,
     }  # fmt: skip
     assert {op: class_of(op, problem()) for op in expected} == expected
     assert set(SHIPPED) - set(expected) == {"fused_step_whole"}
@@ -102,16 +103,38 @@ def test_a_launch_takes_its_cards_constants(device, use, monkeypatch):
             return launch
 
     monkeypatch.setattr(fused_step, "_step_kernel", Kernel(fused_step._step_kernel))
-    entry = {"STEP_TILE": 8192, "FOLD_BLOCK": 1024, "UPDATE_BLOCK": 256, "WARPS": 8}
-    use({"fused_step": {CLASS: entry}})
+    entry = {"STEP_TILE": 8192, "FOLD_BLOCK": 1024, "UPDATE_BLOCK": 256, "PARTS": 8, "WARPS": 8}
+    use({"fused_step": {CLASS: entry, f"{CLASS} alone": entry | {"WARPS": 2}}})
     outputs_of(OPS["fused_step"].build(problem(device=device)))
+    outputs_of(OPS["fused_step_alone"].build(problem(device=device)))
     outputs_of(OPS["fused_step"].build(problem("rows", device)))
     (knob,) = (knob for knob in KNOBS["fused_step"] if knob.name == "UPDATE_BLOCK")
-    with launch_constants({knob: 512}):
+    with launch_constants({knob: 1024}):
         outputs_of(OPS["fused_step"].build(problem(device=device)))
-    seen = [(one["TILE"], one["BLOCK_R"] * one["BLOCK_C"], one["BLOCK"], one["num_warps"]) for one in launched]
-    defaults = (STEP_TILE, fused_step.FOLD_BLOCK, fused_step.UPDATE_BLOCK, fused_step.WARPS)
-    assert seen == [(8192, 1024, 256, 8), defaults, (*defaults[:2], 512, defaults[3])]
+    seen = [
+        (one["TILE"], one["BLOCK_R"] * one["BLOCK_C"], one["BLOCK"], one["PARTS"], one["num_warps"]) for one in launched
+    ]
+    fold, update, parts, warps = fused_step.FOLD_BLOCK, fused_step.UPDATE_BLOCK, fused_step.PARTS, fused_step.WARPS
+    assert seen == [
+        (8192, 1024, 256, 1, 8), (8192, 1024, 256, 8, 2), (STEP_TILE, fold, update, parts, warps),
+        (STEP_TILE, fold, 1024, 1, warps),
+    ]  # fmt: skip
+
+
+def test_a_tables_tile_is_that_of_its_first_matrix(use: Use):
+    use(
+        {
+            "fused_step": {
+                CLASS: {"STEP_TILE": 1024},
+                f"{CLASS} alone": {"STEP_TILE": 2048},
+                "row float32": {"STEP_TILE": 4096},
+            }
+        }
+    )
+    whole, rows, columns = (problem(layout) for layout in ("whole", "rows", "columns"))
+    made = [whole.entry(folds=False), columns.entry(folds=True), columns.entry(folds=False), rows.entry(folds=True)]
+    assert [Table([made[0], one], 0).step_tile for one in made] == [STEP_TILE, 1024, 2048, 4096]
+    assert Table([made[2], made[1]], 0).step_tile == 2048
 
 
 BROKEN = [

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from zenflow_kernels.control import FOLD_OVERWRITE
-from zenflow_kernels.fused_step import fused_step, fused_step_reference, write_masters
+from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.numerics import HYPER, adamw_
+from zenflow_kernels.step_reference import fused_step_reference
 from zenflow_kernels.stochastic_rounding import round_at_reference
 from zenflow_kernels.table import Entry, Table
 
@@ -89,7 +90,7 @@ def test_a_matrix_beyond_int32(kind, cols):
     check_the_ends(kind, 2**20 + 1, cols, "cuda")
 
 
-@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40)], ids=["column", "row"])
+@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40), ("row", 136)], ids=str)
 def test_the_ends_of_a_small_matrix(kind, cols, device):
     check_the_ends(kind, 37, cols, device)
 
@@ -134,11 +135,49 @@ def check_the_ends(kind: str, rows: int, cols: int, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "cols"), [("column", 2049), ("row", 2048)], ids=["column", "row"])
+def test_a_compact_state_beyond_int32(kind, cols):
+    """C8: all channels of 2**20 + 1 rows selected, of which several programs update a tile."""
+    check_a_state(kind, 2**20 + 1, cols, "cuda")
+
+
+@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 136)], ids=["column", "row"])
+def test_the_ends_of_a_small_state(kind, cols, device):
+    check_a_state(kind, 37, cols, device)
+
+
+def check_a_state(kind: str, rows: int, cols: int, device: str) -> None:
+    """Step without an accumulator and write_masters where all is selected, the first and the last rows compared."""
+    grad = torch.empty(rows, cols, dtype=torch.bfloat16, device=device).normal_()
+    weight, n = torch.zeros_like(grad), cols if kind == "column" else rows
+    state = [torch.rand(rows, cols, device=device) for _ in range(3)]
+    slot, start = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    entry = Entry(weight, kind, 0, *state, start.to(device), slot.to(device), None)
+    parts, smalls = [slice(0, 3), slice(rows - 3, rows)], []
+    for part in parts:
+        few = slice(None) if kind == "column" else slice(0, 3)
+        tensors = [tensor[part].cpu().clone() for tensor in (weight, *state)]
+        smalls.append(Table([Entry(tensors[0], kind, 0, *tensors[1:], start[few], slot[few], None)], 0))
+    world, table = world_of(device, 0.37), Table([entry], 0)
+    table.bind([grad])
+    fused_step(table, world.control, world.hyper, world.bias)
+    twin = world.twin()
+    for part, small in zip(parts, smalls, strict=True):
+        small.bind([grad[part].cpu()])
+        fused_step_reference(small, twin.control, twin.hyper, twin.bias)
+        for got, want in zip((weight, *state), (small.entries[0].weight, *_state(small)), strict=True):
+            assert torch.equal(bits(got[part]), bits(want))
+    state[0].fill_(3.0)
+    write_masters(table, world.control)
+    assert bool((weight == 3).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "cols"), [("column", 2049), ("row", 2048)], ids=["column", "row"])
 def test_draws_beyond_int32(kind, cols):
     check_the_draws(kind, 2**20 + 1, cols, "cuda")
 
 
-@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40)], ids=["column", "row"])
+@pytest.mark.parametrize(("kind", "cols"), [("column", 41), ("row", 40), ("row", 136)], ids=str)
 def test_draws_of_a_small_matrix(kind, cols, device):
     check_the_draws(kind, 37, cols, device)
 

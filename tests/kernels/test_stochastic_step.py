@@ -8,7 +8,8 @@ import pytest
 import torch
 from zenflow_kernels import cards
 from zenflow_kernels.control import FOLD_ADD, FOLD_NONE, FOLD_OVERWRITE
-from zenflow_kernels.fused_step import fused_step, fused_step_reference, step_entry_reference, write_masters
+from zenflow_kernels.fused_step import fused_step, write_masters
+from zenflow_kernels.step_reference import fused_step_reference, step_entry_reference
 from zenflow_kernels.stochastic_rounding import (
     LANES,
     SPAN,

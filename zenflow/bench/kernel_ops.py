@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from zenflow_kernels.close_step import close_step, close_step_reference
 from zenflow_kernels.control import FOLD_ADD, FOLD_OVERWRITE, StepControl
-from zenflow_kernels.fused_step import fused_step, step_entry_reference, write_masters, write_masters_reference
+from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.gather import gather_channels, gather_channels_reference
 from zenflow_kernels.importance import COLUMN_RUN, ROW_RUN, channel_scores, channel_scores_reference
 from zenflow_kernels.norm import partial_norms, partial_norms_reference
 from zenflow_kernels.numerics import pack_hyper
 from zenflow_kernels.running_scores import RunningScores
 from zenflow_kernels.scatter import scatter_channels_, scatter_channels_reference_
+from zenflow_kernels.step_reference import step_entry_reference, write_masters_reference
 from zenflow_kernels.stochastic_rounding import round_stochastically, round_stochastically_reference
 from zenflow_kernels.table import NORM_TILE, Entry, Table
 from zenflow_kernels.topk import select_channels, select_channels_reference

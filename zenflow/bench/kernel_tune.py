@@ -42,9 +42,10 @@ _STEP = (
     Knob(table, "STEP_TILE", (4096, 8192, 16384, 32768, 65536)),
     Knob(fused_step, "FOLD_BLOCK", (1024, 2048, 4096, 8192)),
     Knob(fused_step, "UPDATE_BLOCK", (256, 512, 1024, 2048)),
+    Knob(fused_step, "PARTS", (2, 4, 8)),
     Knob(fused_step, "WARPS", (2, 4, 8)),
+    Knob(fused_step, "REGISTERS", (64, 128, fused_step.NO_LIMIT)),
 )
-_BY_ROWS = (*_STEP, Knob(fused_step, "REGISTERS", (64, 128, fused_step.NO_LIMIT)))
 _COMPACT = (
     Knob(channels, "TILE_ROWS", (1, 2, 4, 8, 16)),
     Knob(channels, "TILE_COLS", (128, 256, 512)),
@@ -57,14 +58,11 @@ _SCORES = (
     Knob(importance, "ROW_UNROLL", (1, 2, 4)),
     Knob(importance, "WARPS", (4, 8)),
 )
+FUSED_STEPS = ("fused_step", "fused_step_first", "fused_step_alone", "fused_step_stochastic", "fused_step_whole")
 KNOBS = {
     "partial_norms": (Knob(norm, "NORM_BLOCK", (2048, 4096, 8192)), Knob(norm, "WARPS", (4, 8, 16))),
-    "fused_step": _BY_ROWS,
-    "fused_step_first": _BY_ROWS,
-    "fused_step_alone": _STEP,
-    "fused_step_stochastic": _STEP,
-    "fused_step_whole": _STEP,
-    "write_masters": (_STEP[0], *_STEP[2:]),
+    **dict.fromkeys(FUSED_STEPS, _STEP),
+    "write_masters": _STEP,
     "channel_scores": _SCORES,
     "running_scores": _SCORES,
     "select_channels": (Knob(topk, "BLOCK", (2048, 4096)), Knob(topk, "WARPS", (8, 16, 32))),
@@ -74,15 +72,24 @@ KNOBS = {
 }
 # By the benchmark's op, that of `zenflow_kernels.cards`; others share one's constants, or have bits in theirs.
 SHIPPED = {name: name for name in cards.TUNABLE} | {
+    "fused_step_alone": "fused_step",
     "fused_step_whole": "fused_step",
     "fused_step_stochastic": "fused_step",
 }
 ONE_CLASS = ("select_channels", "stochastic_rounding")
-# By layout, what the scores, or fused_step, do not read there.
+ALONE = ("fused_step_alone", "write_masters")  # of columns or rows without an accumulator
+# By layout, what the scores, or a step with an accumulator, do not read there.
 UNUSED = {
-    "columns": ("ROW_BLOCK", "ROW_UNROLL"),
+    "columns": ("ROW_BLOCK", "ROW_UNROLL", "PARTS"),
     "rows": ("COLUMN_BLOCK", "COLUMN_UNROLL", "REGISTERS"),
-    "whole": ("FOLD_BLOCK", "REGISTERS"),
+    "whole": ("FOLD_BLOCK", "PARTS", "REGISTERS"),
+}
+# By op and layout, where that is not so.
+UNUSED_BY = {
+    ("fused_step_alone", "columns"): ("FOLD_BLOCK", "REGISTERS"),
+    ("fused_step_alone", "rows"): ("FOLD_BLOCK", "REGISTERS"),
+    ("write_masters", "columns"): ("FOLD_BLOCK", "UPDATE_BLOCK", "PARTS", "WARPS", "REGISTERS"),
+    ("write_masters", "rows"): ("FOLD_BLOCK", "PARTS", "REGISTERS"),
 }
 
 Setting = dict[Knob, Any]
@@ -116,9 +123,7 @@ def launch_constants(setting: Setting) -> Iterator[None]:
 
 def knobs_of(op: str, problem: Problem) -> tuple[Knob, ...]:
     """The constants that the op's launchers read for this problem; none if it has nothing to choose."""
-    unused = UNUSED.get(problem.layout, ())
-    if problem.dtype.itemsize != 2:  # columns are stepped by rows only then
-        unused += ("REGISTERS",)
+    unused = UNUSED_BY.get((op, problem.layout), UNUSED.get(problem.layout, ()))
     return tuple(knob for knob in KNOBS.get(op, ()) if knob.name not in unused)
 
 
@@ -127,7 +132,8 @@ def class_of(op: str, problem: Problem) -> str:
     if op in ONE_CLASS:
         return cards.ALL
     stochastic = op == "fused_step_stochastic"
-    return cards.launch_class(problem.kind, torch.bfloat16 if stochastic else problem.dtype, stochastic=stochastic)
+    dtype = torch.bfloat16 if stochastic else problem.dtype
+    return cards.launch_class(problem.kind, dtype, stochastic=stochastic, alone=op in ALONE)
 
 
 def todays(op: str, problem: Problem) -> Setting:
@@ -140,7 +146,7 @@ def todays(op: str, problem: Problem) -> Setting:
 
 def _shared(op: str) -> str:
     """Whose constants in `cards` the op's launches take."""
-    return "fused_step" if op.startswith("fused_step") or op == "write_masters" else op
+    return "fused_step" if op in (*FUSED_STEPS, "write_masters") else op
 
 
 def entry_of(op: str, problem: Problem, found: Sequence[Candidate]) -> dict[str, dict[str, dict[str, int]]]:
