@@ -33,7 +33,7 @@ FOLD_BLOCK = 2048  # elements of the gradient folded at once
 UPDATE_BLOCK = 512  # selected elements updated at once
 PARTS = 4  # programs that update a tile of long rows, or of columns without an accumulator
 WARPS = 4
-REGISTERS = 128  # of a thread that steps columns by rows, at most: four programs share 65,536
+REGISTERS = 128  # of a thread that folds and updates columns in turn, at most: four programs share 65,536
 NO_LIMIT = 256  # registers: more than a thread can have
 # Of `write_masters` in columns: elements of a tile for a program, selected ones written at once, warps.
 WRITE_TILE, WRITE_BLOCK, WRITE_WARPS = 4096, 512, 1
@@ -155,7 +155,7 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
         for launch in table.launches:
             even, chosen = launch.even and table.grads_aligned, _constants(table, launch)
             parts, programs = _programs(launch, chosen["PARTS"])
-            by_rows = launch.kind == "column" and launch.folds
+            in_turn = launch.kind == "column" and launch.folds
             _step_kernel[(launch.tile_entry.numel() * programs,)](
                 table.fields, table.grad_ptrs, launch.tile_entry,
                 control.fold, control.advance, control.inv_scale, control.clip, hyper, bias,
@@ -163,7 +163,7 @@ def _launch_step(table: Table, control: StepControl, hyper: Tensor, bias: Tensor
                 ACC_DTYPE=triton_dtype(table.accumulator_dtype), FOLDS=launch.folds, LONG_ROWS=launch.long_rows,
                 BLOCK_R=max(1, chosen["FOLD_BLOCK"] // launch.block_cols), BLOCK_C=launch.block_cols,
                 PARTS=parts, PROGRAMS=programs, BLOCK=chosen["UPDATE_BLOCK"], num_warps=chosen["WARPS"],
-                **(register_limit(chosen["REGISTERS"]) if by_rows and chosen["REGISTERS"] < NO_LIMIT else {}),
+                **(register_limit(chosen["REGISTERS"]) if in_turn and chosen["REGISTERS"] < NO_LIMIT else {}),
                 **_launch_options(table, launch, even),
             )  # fmt: skip
 

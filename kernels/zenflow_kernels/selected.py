@@ -1,9 +1,9 @@
 """What `fused_step` does with selected rows and with parameters selected whole: AdamW, and their weights.
 
-A share is what a tile has of a parameter's compact state, see `tiles`. One of rows is updated by several programs, each
-some of its blocks, and a block lies in one row (`update_rows`). That of a parameter selected whole, or of rows too
-short to fill a block, is updated by one program, which finds each element's channel and factors (`update_share`).
-Columns have an update of their own, in `columns.py`. Device code only.
+A share is what a tile has of a parameter's compact state, see `tiles`. One of long rows is updated by several programs,
+each some of its blocks, and a block lies in one row (`update_rows`). That of short rows, of which a block has several,
+or of a parameter selected whole is updated by one program, which finds each element's channel and factors
+(`update_share`). Columns have an update of their own, in `columns.py`. Device code only.
 """
 
 from __future__ import annotations

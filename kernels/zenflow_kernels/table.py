@@ -21,7 +21,7 @@ from zenflow_kernels.dispatch import FLOAT_DTYPES
 from zenflow_kernels.stochastic_rounding import check_key
 from zenflow_kernels.tiles import KINDS
 
-STEP_TILE = 32768  # elements: its gradient and weights stay in L1 and L2 between the fold and the update
+STEP_TILE = 32768  # elements: where one program folds and updates, its gradient is in the caches in between
 NORM_TILE = 32768  # elements a partial sum
 CHANNEL_TILE = 1024  # channels that one program inverts
 ALIGN_BYTES = 16  # of every pointer and row, for vector loads and stores

@@ -1,7 +1,8 @@
 """How a program finds its part of a table: an entry's fields, a tile, a tile's share of the compact state.
 
-Shares divide the compact state among the tiles of an entry, so that the program that has just read a block of the
-gradient's rows also updates the selected elements of these rows. Device code only; `table.py` writes what it reads.
+Shares divide the compact state among the tiles of an entry: of columns a tile has the selected elements of its own
+rows, whose gradients the program that folds them has just read; of rows, wherever they lie, as many selected ones as
+every other tile, give or take one. Device code only; `table.py` writes what it reads.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from zenflow_kernels import fused_step
 from zenflow_kernels.table import Table
 
 from tests.kernels.building import Padded, Spec, make_world
-from tests.kernels.test_by_rows import WEIGHTS, check_step, check_world
+from tests.kernels.test_columns import WEIGHTS, check_step, check_world
 
 # Of blocks of 256 elements: rows of no whole number of vectors, too; more rows than are selected, or all of them.
 SHAPES = {

@@ -78,9 +78,13 @@ def test_several_programs_update_a_tile_that_nobody_folds(spec, parts, weights, 
     check_step([spec, spec], weights, device, 512, 1)
 
 
+def _random(low: int, high: int, like: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
+    return torch.randint(low, high, like.shape, generator=gen).to(like.dtype)
+
+
 OLD = {
-    "any bits": lambda new, gen: torch.randint(-(2**15), 2**15, new.shape, generator=gen).to(new.dtype),
-    "one bit off": lambda new, gen: new ^ (1 << torch.randint(0, 16, new.shape, generator=gen)).to(new.dtype),
+    "any bits": lambda new, gen: _random(torch.iinfo(new.dtype).min, -torch.iinfo(new.dtype).min, new, gen),
+    "one bit off": lambda new, gen: new ^ (1 << _random(0, torch.iinfo(new.dtype).bits, new, gen)),
     "other sign": lambda new, gen: new ^ torch.iinfo(new.dtype).min,
     "the same": lambda new, gen: new,
 }
