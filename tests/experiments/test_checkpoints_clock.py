@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.experiments.interrupted import TINY, ZENFLOW, make_text, told
+from tests.experiments.interrupted import TINY, ZENFLOW, goes_on, make_text, signal_after, told
+from zenflow import background_save
+from zenflow.training import run as run_module
 from zenflow.training.checkpoints import Keeper, all_of, step_of
 from zenflow.training.loop import Loop
+from zenflow.training.metrics_file import MetricsFile
 
 
 @pytest.fixture
@@ -18,8 +25,8 @@ def words(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def minutes(monkeypatch) -> None:
-    """A clock of its own for checkpoints: every step takes a minute."""
+def clock(monkeypatch) -> None:
+    """One of its own for checkpoints: every step takes a minute."""
     now, stepping = [0.0], Loop._step
 
     def stepped(loop: Loop, number: int) -> None:
@@ -28,9 +35,14 @@ def minutes(monkeypatch) -> None:
 
     monkeypatch.setattr(Loop, "_step", stepped)
     monkeypatch.setattr("zenflow.training.checkpoints.monotonic", lambda: now[0])
+
+
+@pytest.fixture
+def minutes(clock, monkeypatch) -> None:
+    """And no save is still running when the next is due."""
     save = Keeper._save
 
-    def saved(keeper: Keeper, step: int, **how: bool) -> None:  # so that none is still running when the next is due
+    def saved(keeper: Keeper, step: int, **how: bool) -> None:
         save(keeper, step, **how)
         keeper._settle()
 
@@ -41,7 +53,7 @@ def test_a_run_is_saved_by_the_clock_until_it_has_come_to_its_end(command, words
     run = command(*words, *ZENFLOW, "checkpoint_minutes=5")
     assert run.code == 0
     assert re.findall(r"INFO\] - checkpoint .*step_0*(\d+)", run.out) == ["5", "10"]
-    assert all_of(run.folder) == []
+    assert not (run.folder / "checkpoints").exists()
 
 
 def test_what_the_clock_has_saved_outlives_an_error(command, words, minutes, monkeypatch, tmp_path):
@@ -58,8 +70,79 @@ def test_what_the_clock_has_saved_outlives_an_error(command, words, minutes, mon
         run = command(*words, *ZENFLOW, "checkpoint_minutes=3")
     assert run.code == 1 and [step_of(path) for path in all_of(run.folder)] == [6, 3]
     assert "What is saved goes on from step_00000006" in run.out
-    resumed = command(f"resume={run.folder}", folder=run.folder)
+    resumed = goes_on(command, run.folder, "checkpoint_minutes=null")  # which saves no more
     assert resumed.code == 0 and told(resumed) == told(whole)
+    assert all_of(run.folder) == []
+
+
+@pytest.mark.parametrize("what", ["metrics", "summary"])
+def test_what_the_clock_has_saved_is_there_until_the_results_are(command, words, minutes, what, monkeypatch, tmp_path):
+    """The disk is full when nothing is left to do but to write them down."""
+    whole, write = command(*words, *ZENFLOW, folder=tmp_path / "whole"), run_module._write_whole
+
+    def written(path: Path, value: dict[str, Any]) -> None:
+        if path.name == "summary.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, value)
+
+    def fail(file: MetricsFile) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file._path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*{
+            "metrics": (MetricsFile, "finish", fail), "summary": (run_module, "_write_whole", written)
+        }[what])  # fmt: skip
+        run = command(*words, *ZENFLOW, "checkpoint_minutes=5")
+    assert run.code == 1 and [step_of(path) for path in all_of(run.folder)] == [10, 5]
+    assert "What is saved goes on from step_00000010" in run.out
+    resumed = goes_on(command, run.folder)
+    assert resumed.code == 0 and told(resumed) == told(whole)
+    assert all_of(run.folder) == []
+
+
+def test_what_a_signal_has_saved_outlives_the_end(command, words, minutes, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_step", Loop._step)
+        signal_after(7, signal.SIGTERM)
+        run = command(*words, *ZENFLOW, "checkpoint_minutes=5")
+    assert run.code == 143 and [step_of(path) for path in all_of(run.folder)] == [7, 5]
+    assert goes_on(command, run.folder).code == 0
+    assert [step_of(path) for path in all_of(run.folder)] == [7]
+
+
+@pytest.mark.parametrize("what", ["disk", "memory"])
+def test_after_a_failure_the_next_save_is_due_as_ever(command, words, minutes, what, monkeypatch):
+    def full(path: Path, needed: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(*{
+        "disk": ("zenflow.checkpoint_folder.check_room", full),
+        "memory": ("zenflow.training.run_state.available_memory", lambda: 1000),
+    }[what])  # fmt: skip
+    run = command(*words, *ZENFLOW, "checkpoint_minutes=5")
+    assert run.code == 0 and run.out.count("NOT SAVED") == 2
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_save_that_is_due_while_one_is_written_holds_no_training_up(command, words, clock, monkeypatch):
+    """The file of step 2 is not written before step 7 has been made."""
+    save, stepping, made = background_save.checkpoint_folder.save, Loop._step, threading.Event()
+
+    def late(*arguments: object, **named: object) -> None:
+        assert made.wait(60)
+        save(*arguments, **named)
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == 7:
+            made.set()
+
+    monkeypatch.setattr(background_save.checkpoint_folder, "save", late)
+    monkeypatch.setattr(Loop, "_step", stepped)
+    run = command(*words, *ZENFLOW, "checkpoint_minutes=2")
+    assert run.code == 0
+    assert [int(step) for step in re.findall(r"INFO\] - checkpoint .*step_0*(\d+)", run.out)][0] == 2
+    assert not re.search(r"step_0000000[3-6]", run.out)
 
 
 @pytest.mark.parametrize("word", ["checkpoint_every=12", "checkpoint_minutes=null", "checkpoint_minutes=30"])

@@ -164,6 +164,12 @@ def test_the_loop_calls_and_differentiates_as_the_engine_wants(command, doubles)
     assert again.summary()["validation_loss_before"] == outcome.summary()["validation_loss_after"]
 
 
+def test_the_clock_saves_nothing_of_a_run_that_cannot_be_saved(command, doubles):
+    outcome = command(*BRIEF, "engine=deepspeed_zenflow", "checkpoint_minutes=1e-9")
+    assert outcome.code == 0, outcome.err
+    assert "NOT SAVED" not in outcome.out and not (outcome.folder / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_ends_a_run_that_cannot_be_saved(command, doubles, monkeypatch, number):
     monkeypatch.setattr(Loop, "_step", Loop._step)

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -24,6 +25,7 @@ from zenflow.training.errors import InputError, said
 
 log = logging.getLogger(__name__)
 FOLDER = "checkpoints"
+BY_CLOCK = "by_clock"  # in a checkpoint's configuration: whether nobody has asked for it
 _NAME = re.compile(r"step_(\d{8,})")
 _PLAIN = re.compile(r"[\w./-]+")  # words that mean themselves to a shell and to Hydra
 
@@ -89,6 +91,16 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+def forget_by_clock(run: Path) -> None:
+    """Remove what the clock has saved of a run that has come to its end, whichever of its processes did it."""
+    for folder in all_of(run):
+        with suppress(CheckpointError, OSError):  # a damaged one does not say whose it is
+            if read_manifest(folder).configuration.get(BY_CLOCK, False):
+                shutil.rmtree(folder)
+    with suppress(OSError):  # where others are left
+        (run / FOLDER).rmdir()
+
+
 def command_for(run: Path) -> str:
     """What continues a run, to be pasted into a shell."""
     text = str(run)
@@ -99,16 +111,21 @@ def command_for(run: Path) -> str:
     return f"zenflow-train resume={text}"
 
 
+def add_command(error: BaseException, run: Path) -> None:
+    """Give an error that ended a run a note that says how to go on from what is saved, if anything is."""
+    if kept := all_of(run):
+        error.add_note(f"What is saved goes on from {kept[0].name}:\n{command_for(run)}")
+
+
 class Keeper:
     """Saves a run and keeps the last `keep` checkpoints; ends it on a signal.
 
     It is saved every `every` steps; if that is None, every `minutes`, for the case that it is killed: these checkpoints
-    are removed when it has come to its end. If both are None, on a signal alone.
+    are for `forget_by_clock`. If both are None, on a signal alone. After a save that failed the next is due as ever.
 
     `gather(step)` makes the whole state, a copy on the CPU, of which a thread then writes the files; `last=True` tells
     it that the run ends there. Where the disk is full or fails, or there is no memory for the copy, training goes on
-    with the checkpoints that there are. A context: at its end the last one is there, and an error, such as the CPU
-    process's death, gets a note that says how to go on from it.
+    with the checkpoints that there are. A context: at its end the last one is there.
     """
 
     def __init__(
@@ -123,7 +140,7 @@ class Keeper:
     ) -> None:
         self._run, self._every, self._keep = run, every, keep
         self._minutes = minutes if every is None else None
-        self._since, self._by_clock = monotonic(), set[Path]()
+        self._since = monotonic()
         self._gather, self._configuration, self._request = gather, configuration, request
         self._saving: BackgroundSave | None = None
 
@@ -148,13 +165,8 @@ class Keeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._settle()
-        if error is not None and not isinstance(error, Stopped) and (kept := all_of(self._run)):
-            error.add_note(f"What is saved goes on from {kept[0].name}:\n{command_for(self._run)}")
-        if error is None:
-            for folder in self._by_clock:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _is_due(self, step: int) -> bool:
         if self._every is not None:
@@ -171,9 +183,8 @@ class Keeper:
         if not folder.parent.is_dir():
             folder.parent.mkdir()
             sync(self._run)
-        self._saving = BackgroundSave(folder, state, configuration=self._configuration)
-        if self._every is None and not last:
-            self._by_clock.add(folder)
+        configuration = self._configuration | {BY_CLOCK: self._every is None and not last}
+        self._saving = BackgroundSave(folder, state, configuration=configuration)
 
     def _settle(self) -> bool:
         """Wait for the save that is running, and remove what is too old; whether that save was one."""

@@ -75,7 +75,7 @@ def take_up(config: TrainConfig, folder: Path, given: Sequence[str]) -> tuple[Tr
         return replace(config, resume=None), _unsaved(config, run)
     checkpoint = read_latest(place)
     state, saved = checkpoint.state, checkpoint.manifest.configuration
-    if state.get("format") != FORMAT or saved.keys() != {"asked", "resolved"}:
+    if state.get("format") != FORMAT or not {"asked", "resolved"} <= saved.keys():
         raise InputError(
             f"{checkpoint.folder} has the run format {state.get('format')!r}; this version reads {FORMAT}."
         )

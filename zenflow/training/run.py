@@ -22,7 +22,7 @@ from zenflow.report.settings import ADAMWS, ZENFLOW, engine_of
 from zenflow.signals import Stopped, StopRequest, exit_code
 from zenflow.terminal import counted, show
 from zenflow.trace_view import describe_file, render
-from zenflow.training.checkpoints import Keeper, forget_after
+from zenflow.training.checkpoints import Keeper, add_command, forget_after, forget_by_clock
 from zenflow.training.checks import check
 from zenflow.training.data import Dataset, load_data
 from zenflow.training.engines import build_engine, check_masters, simulated_rule, zenflow_config
@@ -98,7 +98,8 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
     except KeyboardInterrupt:
         log.warning("interrupted; what was recorded so far is in %s", folder)
         raise
-    except BaseException:
+    except BaseException as error:
+        add_command(error, folder)
         log.exception("the run in %s failed", folder)
         raise
 
@@ -168,6 +169,7 @@ def _train(
         if tracker is not None:
             tracker.summarise(summary)
         _finish(config, folder, summary, history)
+        forget_by_clock(folder)
     if part_of_sweep and request.number is not None:
         raise Stopped(request.number, f"interrupted; the run in {folder} is finished, the sweep is not")
     return summary["validation_loss_after"]
