@@ -148,5 +148,6 @@ def test_a_save_that_is_due_while_one_is_written_holds_no_training_up(command, w
 @pytest.mark.parametrize("word", ["checkpoint_every=12", "checkpoint_minutes=null", "checkpoint_minutes=30"])
 def test_the_clock_saves_nothing_where_steps_do_or_it_is_not_due(command, words, minutes, word):
     run = command(*words, "engine=adamw", "checkpoint_minutes=1", word)
+    assert run.code == 0
     assert [step_of(path) for path in all_of(run.folder)] == ([12] if word == "checkpoint_every=12" else [])
     assert run.out.count("INFO] - checkpoint ") == (word == "checkpoint_every=12")
