@@ -177,6 +177,8 @@ def _take_over(pipeline: Pipeline, state: State, engine: dict[str, Any], indices
             _load_record(pipeline, record, entry, engine["window_log"])
         elif record.storage is not None:
             _fill_shadows(record, record.weight)  # what its bucket uploads with the others' pending results
+    for table in pipeline.tables:
+        table.forget_channels()
     pending = {record.storage for record in pipeline.records if record.index in pipeline.uploads.loaded_hyper}
     for record in pipeline.records:  # those without a pending result of their own wait for no update
         if record.storage in pending:

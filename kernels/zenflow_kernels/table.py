@@ -33,9 +33,9 @@ WIDE_BLOCK = 2048  # of a matrix that fills them by three quarters, and whose co
 class Entry:
     """One parameter matrix and its state on the device; all addresses are fixed, the contents change in place.
 
-    Until the first selection `slot` is -1 throughout, and the compact state is neither read nor written. A master in
-    bf16, for bf16 weights alone, holds the selected weights themselves, rounded stochastically at each update; of a
-    whole parameter it may be the weight.
+    Until the first selection `slot` is -1 throughout, and the compact state is neither read nor written; its table is
+    told where that is so again, by `forget_channels`. A master in bf16, for bf16 weights alone, holds the selected
+    weights themselves, rounded stochastically at each update; of a whole parameter it may be the weight.
     """
 
     weight: Tensor  # [rows, cols] contiguous view of the parameter
@@ -180,6 +180,10 @@ class Table:
     def release(self) -> None:
         """Let go of the bound gradients so that `zero_grad` frees them; on CUDA it is reused in stream order."""
         self.grads = [None] * len(self.entries)
+
+    def forget_channels(self) -> None:
+        """After `slot` of an entry has become -1 throughout, as in a state from before its first selection."""
+        self.channel.fill_(-1)
 
     def grad(self, number: int) -> Tensor | None:
         """The bound gradient of one entry as `[rows, cols]`."""

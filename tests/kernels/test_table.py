@@ -9,7 +9,8 @@ from zenflow_kernels.fused_step import fused_step, write_masters
 from zenflow_kernels.norm import partial_norms
 from zenflow_kernels.table import Table
 
-from tests.kernels.building import Spec, World, make_world
+from tests.kernels.building import Spec, World, bits, make_world
+from zenflow import ZenFlow
 
 
 @pytest.fixture
@@ -106,3 +107,21 @@ def test_parameters_on_another_gpu_leave_the_current_device_alone():
     partial_norms(world.table, partials)
     assert torch.cuda.current_device() == 0 and partials.device.index == 1
     assert bool(torch.isfinite(partials).all())
+
+
+def test_a_loaded_state_from_before_the_first_selection_leaves_no_channel_behind(device):
+    """A skipped step writes the weights of the channels that are selected: none are, though they have been."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 8 * 16, device=device).view(8, 16))
+    before = param.detach().clone()
+    with ZenFlow([param], lr=0.1, topk_ratio=0.25, update_interval=2, min_deferred_numel=0) as optimizer:
+
+        def step(value: float) -> None:
+            param.grad = torch.full_like(param, value)
+            optimizer.step()
+
+        step(float("nan"))
+        state = optimizer.state_dict()
+        step(1.0)
+        optimizer.load_state_dict(state)
+        step(float("nan"))
+        assert torch.equal(bits(param), bits(before))
