@@ -217,14 +217,26 @@ def _scratch(parent: Path) -> Iterator[Path]:
     with ExitStack() as held:
         # Meanwhile nobody takes a folder that is not locked yet for that of a dead process.
         with opened(parent) as descriptor, locked(descriptor, parent):
-            _remove_leftovers(parent)
+            remove_leftovers(parent)
             scratch.mkdir()
             held.callback(shutil.rmtree, scratch, ignore_errors=True)
             held.enter_context(locked(held.enter_context(opened(scratch)), scratch))
         yield scratch
 
 
-def _remove_leftovers(parent: Path) -> None:
+def remove(folder: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint: it is whole or gone, whatever kills the process.
+
+    What is left then has a hidden name, and goes with the next `save` or `remove_leftovers` beside it. OSError.
+    """
+    folder = Path(folder)
+    doomed = folder.with_name(f".{secrets.token_hex(8)}{LEFTOVER}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed processes have left of checkpoints in `parent`."""
     for path in parent.glob(f".*{LEFTOVER}"):
         with suppress(OSError), closing(OwnLock(path, os.O_RDONLY | os.O_DIRECTORY)) as lock:
             if lock.take():  # not while the process that made it lives

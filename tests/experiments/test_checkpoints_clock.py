@@ -151,3 +151,29 @@ def test_the_clock_saves_nothing_where_steps_do_or_it_is_not_due(command, words,
     assert run.code == 0
     assert [step_of(path) for path in all_of(run.folder)] == ([12] if word == "checkpoint_every=12" else [])
     assert run.out.count("INFO] - checkpoint ") == (word == "checkpoint_every=12")
+
+
+def test_a_kill_while_they_are_removed_leaves_a_finished_run(command, words, minutes, monkeypatch):
+    def killed(folder: Path, **_: object) -> None:
+        if (folder / "manifest.json").exists():
+            (folder / "manifest.json").unlink()
+            raise SystemExit(137)
+
+    settings = (*words, *ZENFLOW, "checkpoint_minutes=7")
+    with monkeypatch.context() as patch:
+        patch.setattr("zenflow.checkpoint_folder.shutil.rmtree", killed)
+        run = command(*settings)
+    assert run.code == 137 and (run.folder / "summary.json").exists()
+    again = command(*settings, "resume=auto")
+    assert again.code == 0 and "is finished" in again.out
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_kill_after_the_results_leaves_what_the_next_call_removes(command, words, minutes, monkeypatch):
+    settings = (*words, *ZENFLOW, "checkpoint_minutes=7")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "forget_by_clock", lambda run: None)
+        run = command(*settings)
+    assert [step_of(path) for path in all_of(run.folder)] == [7]
+    assert command(*settings, "resume=auto").code == 0
+    assert not (run.folder / "checkpoints").exists()

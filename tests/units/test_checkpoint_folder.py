@@ -20,7 +20,7 @@ from tests.durability import assert_durable, watch_disk
 from tests.shortages import files_up_to
 from tests.units.states import assert_same, rewrite
 from zenflow import checkpoint_folder
-from zenflow.checkpoint_folder import CheckpointError, load, read_manifest, save
+from zenflow.checkpoint_folder import CheckpointError, load, read_manifest, remove, remove_leftovers, save
 from zenflow.disk import DiskFullError
 from zenflow.safetensors_file import DTYPE_NAMES
 
@@ -340,3 +340,16 @@ def test_a_state_without_tensors_needs_no_shard(tmp_path: Path) -> None:
 def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         save(tmp_path / "absent" / "saved", {"x": 1})
+
+
+def test_killed_while_it_is_removed_it_is_gone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(folder: Path, **_: object) -> None:
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(checkpoint_folder.shutil, "rmtree", killed)
+        remove(saved)
+    (left,) = saved.parent.iterdir()
+    assert left.name.startswith(".")
+    remove_leftovers(saved.parent)
+    assert list(saved.parent.iterdir()) == []

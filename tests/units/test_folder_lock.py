@@ -67,7 +67,7 @@ def test_a_process_that_was_forked_meanwhile_keeps_nothing_locked(
 ) -> None:
     """As data loaders are, while a checkpoint is written beside the training: it inherits the descriptors."""
     monkeypatch.setattr(folder_lock, "WAIT_SECONDS", 0.1)
-    remove, forked, (hear, tell) = checkpoint_folder._remove_leftovers, [], os.pipe()
+    remove, forked, (hear, tell) = checkpoint_folder.remove_leftovers, [], os.pipe()
 
     def fork(folder: Path) -> None:
         remove(folder)
@@ -78,7 +78,7 @@ def test_a_process_that_was_forked_meanwhile_keeps_nothing_locked(
                 os.read(hear, 1)
                 os._exit(0)
 
-    monkeypatch.setattr(checkpoint_folder, "_remove_leftovers", fork)
+    monkeypatch.setattr(checkpoint_folder, "remove_leftovers", fork)
     try:
         for number in range(2):
             save(tmp_path / f"{number}", {"x": number})

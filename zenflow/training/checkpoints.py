@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 import shlex
-import shutil
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from time import monotonic
 from typing import Any, Self
 
 from zenflow.background_save import BackgroundSave
-from zenflow.checkpoint_folder import CheckpointError, Manifest, load, read_manifest
+from zenflow.checkpoint_folder import CheckpointError, Manifest, load, read_manifest, remove, remove_leftovers
 from zenflow.disk import sync
 from zenflow.signals import Stopped, StopRequest
 from zenflow.training.errors import InputError, said
@@ -88,7 +87,7 @@ def forget_after(run: Path, step: int) -> None:
     for folder in all_of(run):
         if step_of(folder) > step:
             log.warning("%s is removed: the run goes on after step %d", folder, step)
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def forget_by_clock(run: Path) -> None:
@@ -96,7 +95,8 @@ def forget_by_clock(run: Path) -> None:
     for folder in all_of(run):
         with suppress(CheckpointError, OSError):  # a damaged one does not say whose it is
             if read_manifest(folder).configuration.get(BY_CLOCK, False):
-                shutil.rmtree(folder)
+                remove(folder)
+    remove_leftovers(run / FOLDER)
     with suppress(OSError):  # where others are left
         (run / FOLDER).rmdir()
 
@@ -198,7 +198,8 @@ class Keeper:
             return False
         log.info("checkpoint %s", saving.folder)
         for old in all_of(self._run)[self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):
+                remove(old)
         return True
 
     def _tell(self, error: OSError | MemoryError) -> None:

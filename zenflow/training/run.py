@@ -82,6 +82,7 @@ def train(config: TrainConfig, folder: Path, *, part_of_sweep: bool = False, giv
             if not resumption.state:
                 check_resolved(prepare(config).record, resumption.record, folder)
             log.info("the run in %s is finished", folder)
+            forget_by_clock(folder)  # if it was killed after its results were written
             return resumption.loss
         check(config, folder, goes_on=resumption is not None)
         prepared = prepare(config)
