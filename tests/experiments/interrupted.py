@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -44,6 +45,23 @@ def add_dropout() -> Callable[[], None]:
         TinyBlock.forward = forward
 
     return remove
+
+
+def write_late(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """No checkpoint's files are written before step `step` has been made."""
+    save, stepping, made = checkpoint_folder.save, Loop._step, threading.Event()
+
+    def late(*arguments: object, **named: object) -> None:
+        assert made.wait(60)
+        save(*arguments, **named)
+
+    def stepped(loop: Loop, number: int) -> None:
+        stepping(loop, number)
+        if number == step:
+            made.set()
+
+    monkeypatch.setattr(checkpoint_folder, "save", late)
+    monkeypatch.setattr(Loop, "_step", stepped)
 
 
 def signal_after(step: int, number: int) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import re
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.experiments.interrupted import TINY, ZENFLOW, goes_on, make_text, signal_after, told
-from zenflow import background_save
+from tests.experiments.interrupted import TINY, ZENFLOW, goes_on, make_text, signal_after, told, write_late
 from zenflow.training import run as run_module
 from zenflow.training.checkpoints import Keeper, all_of, step_of
 from zenflow.training.loop import Loop
@@ -126,19 +124,7 @@ def test_after_a_failure_the_next_save_is_due_as_ever(command, words, minutes, w
 
 def test_a_save_that_is_due_while_one_is_written_holds_no_training_up(command, words, clock, monkeypatch):
     """The file of step 2 is not written before step 7 has been made."""
-    save, stepping, made = background_save.checkpoint_folder.save, Loop._step, threading.Event()
-
-    def late(*arguments: object, **named: object) -> None:
-        assert made.wait(60)
-        save(*arguments, **named)
-
-    def stepped(loop: Loop, number: int) -> None:
-        stepping(loop, number)
-        if number == 7:
-            made.set()
-
-    monkeypatch.setattr(background_save.checkpoint_folder, "save", late)
-    monkeypatch.setattr(Loop, "_step", stepped)
+    write_late(monkeypatch, 7)
     run = command(*words, *ZENFLOW, "checkpoint_minutes=2")
     assert run.code == 0
     assert [int(step) for step in re.findall(r"INFO\] - checkpoint .*step_0*(\d+)", run.out)][0] == 2

@@ -9,7 +9,6 @@ import random
 import re
 import shlex
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 from tests.durability import assert_durable, watch_disk
-from tests.experiments.interrupted import TINY, ZENFLOW, make_text, told
+from tests.experiments.interrupted import TINY, ZENFLOW, make_text, told, write_late
 from tests.shortages import files_up_to
 from zenflow import background_save
 from zenflow.disk import DiskFullError
@@ -55,19 +54,7 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(command, words, mo
 
 def test_training_goes_on_while_a_checkpoint_is_written(command, words, monkeypatch):
     """The file of step 4 is not written before step 7 has been made."""
-    save, stepping, made = background_save.checkpoint_folder.save, Loop._step, threading.Event()
-
-    def late(*arguments: object, **named: object) -> None:
-        assert made.wait(60)
-        save(*arguments, **named)
-
-    def stepped(loop: Loop, number: int) -> None:
-        stepping(loop, number)
-        if number == 7:
-            made.set()
-
-    monkeypatch.setattr(background_save.checkpoint_folder, "save", late)
-    monkeypatch.setattr(Loop, "_step", stepped)
+    write_late(monkeypatch, 7)
     run = command(*words, *ZENFLOW, "checkpoint_every=4")
     assert run.code == 0 and [step_of(path) for path in all_of(run.folder)] == [12, 8]
 
