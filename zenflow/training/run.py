@@ -278,7 +278,8 @@ def _tracking(
 ) -> Iterator[Any | None]:
     """The run's tracker, if any; it learns how the block ended. `earlier` is its id in a run that goes on after `told`
     lines of metrics.jsonl."""
-    tracker, code = _tracker(config, folder, record, earlier, told), 1
+    tracker = _tracker(config, folder, record, earlier, told)
+    code = 1
     try:
         yield tracker
         code = 0
